@@ -1,0 +1,298 @@
+"""The Clipper: what a user holds. It ties the rooms together and does little else."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Hashable
+from typing import Any, overload
+
+import torch
+from torch import Tensor, nn
+
+from microclip.engines.choose import ENGINES, Engine, EngineName, check, choose
+from microclip.engines.gradients import deposit, take, trainable
+from microclip.engines.losses import LossFn
+from microclip.engines.stream import Stream
+from microclip.engines.tally import REDUCTIONS, Policy, Reduction, Tally
+from microclip.microbatches import Domains, Ids, Microbatch, check_size, cut
+from microclip.outcome import Outcome
+from microclip.rules import NONFINITE, MinNorm, Nonfinite, Rule
+
+
+class Clipper:
+    """Micro-batch clipping for a model: `clipper.backward(loss_fn, batch)` for `loss.backward()`.
+
+    >>> import torch
+    >>> model = torch.nn.Linear(3, 1)
+    >>> clipper = Clipper(model, microbatch_size=4)
+    >>> batch = torch.randn(16, 3), torch.randn(16, 1)
+    >>> def loss_fn(batch):
+    ...     x, y = batch
+    ...     return torch.nn.functional.mse_loss(model(x), y)
+    >>> outcome = clipper.backward(loss_fn, batch)  # was: loss_fn(batch).backward()
+    >>> len(outcome), bool(outcome.weights.max() == 1)
+    (4, True)
+
+    Args:
+        model: The module whose trainable parameters are clipped together. It must hold
+            everything that is trained; several modules go into one `torch.nn.ModuleList`.
+        microbatch_size: b, the number of examples clipped together; None makes each batch (or
+            chunk) one micro-batch.
+        rule: How norms become weights; the default is the paper's, `rules.MinNorm()`.
+        engine: "auto", "stream" or "two_pass": how the gradient is obtained, never what it is.
+        reduction: "mean" has the scale of an ordinary mini-batch gradient; "sum", the paper's
+            Algorithm 1, is the mean times the number of micro-batches.
+        nonfinite: What to do about a micro-batch gradient with NaN or inf: "propagate" it,
+            "skip" the micro-batch, or "raise". The latter two read the device once per step.
+        grad_scaler: The loss scaler of float16 training. Norms are then those of the unscaled
+            loss, and `.grad` stays scaled, as `scaler.step(optimizer)` expects it.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        microbatch_size: int | None = None,
+        *,
+        rule: Rule | None = None,
+        engine: EngineName = "auto",
+        reduction: Reduction = "mean",
+        nonfinite: Nonfinite = "propagate",
+        grad_scaler: torch.amp.GradScaler | None = None,
+    ) -> None:
+        rule = MinNorm() if rule is None else rule
+        if not isinstance(model, nn.Module):
+            raise TypeError(
+                f"Clipper needs the model, a torch.nn.Module, but got {type(model).__name__}. "
+                "Put several modules into one torch.nn.ModuleList."
+            )
+        if not isinstance(rule, Rule):
+            raise TypeError(
+                f"rule must be an instance of a Rule, such as microclip.rules.MinNorm(), but got "
+                f"{rule!r}."
+            )
+        _one_of("engine", engine, ENGINES)
+        _one_of("reduction", reduction, REDUCTIONS)
+        _one_of("nonfinite", nonfinite, NONFINITE)
+        check(engine, rule)
+        trainable(model)
+        self.model = model
+        self.engine: EngineName = engine
+        self.grad_scaler = grad_scaler
+        self.policy = Policy(rule, check_size(microbatch_size), reduction, nonfinite)
+        self.step = 0
+        self.outcome: Outcome | None = None  # of the last finished step
+        self._tally: Tally | None = None
+        self._engine: Engine | None = None
+        self._notes: list[str] = []
+        self._warned = False
+
+    def __repr__(self) -> str:
+        p = self.policy
+        return (
+            f"Clipper({type(self.model).__name__}, microbatch_size={p.microbatch_size}, "
+            f"rule={p.rule!r}, engine={self.engine!r}, reduction={p.reduction!r}, "
+            f"nonfinite={p.nonfinite!r})"
+        )
+
+    def backward(
+        self, loss_fn: LossFn, batch: Any, *, ids: Ids | None = None, domains: Domains | None = None
+    ) -> Outcome:
+        """Add the clipped gradient of a whole mini-batch to `.grad`, as `loss.backward()` would.
+
+        Args:
+            loss_fn: Called with a micro-batch of the same structure as `batch`; returns the mean
+                loss over it, or one loss per example.
+            batch: A tensor, or any nesting of tuples, lists, dicts and dataclasses of tensors with
+                the examples along their first dimension. What is no tensor is handed on whole.
+            ids: One label per example, to find it again in the outcome.
+            domains: One label per example. Micro-batches never mix domains, and the rule is
+                applied within each.
+        """
+        if self._engine is not None:
+            raise RuntimeError(
+                f"{len(self._current())} micro-batches are folded and not finished. Call finish() "
+                "to use them or discard() to drop them, then backward()."
+            )
+        self._fold_batch(loss_fn, batch, ids, domains, final=True)
+        return self.finish()
+
+    @overload
+    def fold(
+        self, loss_fn: LossFn, chunk: Any, *, ids: Ids | None = ..., domains: Domains | None = ...
+    ) -> None: ...
+
+    @overload
+    def fold(
+        self,
+        *,
+        size: int = ...,
+        loss: Tensor | None = ...,
+        ids: Ids | None = ...,
+        domain: Hashable = ...,
+    ) -> None: ...
+
+    def fold(
+        self,
+        loss_fn: LossFn | None = None,
+        chunk: Any = None,
+        *,
+        ids: Ids | None = None,
+        domains: Domains | None = None,
+        size: int | None = None,
+        loss: Tensor | None = None,
+        domain: Hashable = None,
+    ) -> None:
+        """Add a part of a mini-batch; `finish()` afterwards, once, before the optimizer.
+
+        `fold(loss_fn, chunk)` cuts a chunk into micro-batches, for mini-batches that do not fit
+        at once. A chunk is cut by itself, so let its size be a multiple of `microbatch_size`.
+
+        `fold()` after your own `loss.backward()` takes what is in `.grad` as the gradient of one
+        micro-batch, and clears it. Give its `size` if micro-batches differ in size.
+        """
+        if loss_fn is not None:
+            if size is not None or loss is not None or domain is not None:
+                raise TypeError(
+                    "size, loss and domain belong to fold() after your own backward; "
+                    "fold(loss_fn, chunk) finds them out. Did you mean domains=?"
+                )
+            self._fold_batch(loss_fn, chunk, ids, domains, final=False)
+            return
+        if chunk is not None or domains is not None:
+            raise TypeError("fold() with a chunk or domains needs loss_fn: fold(loss_fn, chunk).")
+        self._fold_gradient(size, loss, ids, domain)
+
+    def finish(self) -> Outcome:
+        """Apply the rule to all that was folded and add the result to `.grad`."""
+        if self._engine is None:
+            raise RuntimeError(
+                "finish() has nothing to finish: no micro-batch was folded since the last one."
+            )
+        engine, tally = self._engine, self._current()
+        try:
+            gradients = engine.finish()
+        finally:
+            notes = tuple(self._notes)
+            self.discard()
+        deposit(list(engine.parameters.values()), gradients)
+        self.outcome = tally.outcome(engine.name, notes)
+        self.step += 1
+        if tally.left_out and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"Left {len(tally.left_out)} of {len(tally)} micro-batches out of step "
+                f"{tally.step}: their gradients are not finite. From now on such micro-batches "
+                "are counted in outcome.skipped without a word.",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+        return self.outcome
+
+    def discard(self) -> None:
+        """Drop what was folded since the last `finish()`, for instance to leave a bad batch out."""
+        self._engine = self._tally = None
+        self._notes = []
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint must hold: the step count and the state of the rule."""
+        if self._engine is not None:
+            raise RuntimeError(
+                "A checkpoint cannot hold half a step: call finish() or discard() before "
+                "state_dict()."
+            )
+        return {"step": self.step, "rule": self.policy.rule.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take back what `state_dict` gave."""
+        if set(state) != {"step", "rule"}:
+            raise ValueError(
+                f"A Clipper's state has the entries 'step' and 'rule', but got {sorted(state)}."
+            )
+        self.policy.rule.load_state_dict(state["rule"])
+        self.step = state["step"]
+
+    def _fold_batch(
+        self, loss_fn: LossFn, batch: Any, ids: Ids | None, domains: Domains | None, final: bool
+    ) -> None:
+        if not callable(loss_fn):
+            raise TypeError(
+                f"loss_fn must be a function from a micro-batch to its loss, but got "
+                f"{type(loss_fn).__name__}. Clipping needs the loss of every micro-batch, not that "
+                "of the whole batch: backward(loss_fn, batch) instead of backward(loss)."
+            )
+        b = self.policy.microbatch_size
+        tally = self._current()
+        microbatches = cut(batch, b, domains=domains, ids=ids, first_position=tally.examples)
+        self._note_sizes(sum(microbatch.size for microbatch in microbatches), final)
+        try:
+            self._engine = self._engine or self._choose(tally, final and len(microbatches) == 1)
+            self._engine.fold(loss_fn, microbatches, final)
+        except BaseException as error:
+            self._abandon(error, final)
+            raise
+
+    def _fold_gradient(
+        self, size: int | None, loss: Tensor | None, ids: Ids | None, domain: Hashable
+    ) -> None:
+        parameters = trainable(self.model)
+        if self.engine == "two_pass" or not self.policy.rule.streams:
+            raise RuntimeError(
+                f"fold() after your own backward sees gradients once, but {self.policy.rule!r} "
+                f"with engine={self.engine!r} needs two passes. Use backward(loss_fn, batch) or "
+                "fold(loss_fn, chunk), or a rule that streams."
+            )
+        names = () if ids is None else tuple(ids.tolist() if isinstance(ids, Tensor) else ids)
+        size = check_size(size) or len(names) or 1
+        if names and len(names) != size:
+            raise ValueError(f"The micro-batch has {size} examples, but ids has {len(names)}.")
+        if all(parameter.grad is None for parameter in parameters.values()):
+            raise RuntimeError(
+                "fold() found no gradient: every parameter's .grad is None. Call loss.backward() "
+                "first, and fold() once after each."
+            )
+        tally = self._current()
+        self._engine = self._engine or self._choose(tally, alone=False)
+        assert isinstance(self._engine, Stream)
+        names = names or tuple(range(tally.examples, tally.examples + size))
+        try:
+            gradients = take(parameters)
+            microbatch = Microbatch(None, size, domain, names)
+            self._engine.add(gradients, microbatch, None if loss is None else loss.detach().mean())
+        except BaseException as error:
+            self._abandon(error, final=False)
+            raise
+
+    def _current(self) -> Tally:
+        if self._tally is None:
+            self._tally = Tally(self.policy, self.step)
+        return self._tally
+
+    def _choose(self, tally: Tally, alone: bool) -> Engine:
+        return choose(self.engine, self.model, tally, self.grad_scaler, alone)
+
+    def _note_sizes(self, examples: int, final: bool) -> None:
+        b = self.policy.microbatch_size
+        if b is not None and final and examples < b:
+            self._notes.append(
+                f"microbatch_size {b} is larger than the batch of {examples}: one micro-batch."
+            )
+        elif b is not None and not final and examples % b:
+            self._notes.append(
+                f"A chunk of {examples} examples is no multiple of microbatch_size {b}: "
+                "its last micro-batch is smaller."
+            )
+
+    def _abandon(self, error: BaseException, final: bool) -> None:
+        """Forget a step that failed half way; what it had added up cannot be taken apart again."""
+        if not final and self._tally is not None and len(self._tally):
+            error.add_note(
+                f"microclip: the {len(self._tally)} micro-batches folded since the last finish() "
+                "were dropped; start this step anew."
+            )
+        self.discard()
+
+
+def _one_of(what: str, value: object, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        choices = ", ".join(repr(choice) for choice in allowed)
+        raise ValueError(f"{what} must be one of {choices}, but got {value!r}.")

@@ -1,0 +1,177 @@
+"""The record of one step: the norms as they come in, the rule's verdict once they are all there.
+
+The only room where norms, sizes and domains meet the rule, shared by all engines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from microclip.microbatches import Microbatch
+from microclip.outcome import Outcome
+from microclip.rules import Nonfinite, Rule, Verdict, apply, countable
+
+Reduction = Literal["mean", "sum"]
+REDUCTIONS: tuple[str, ...] = get_args(Reduction)
+
+
+class NonfiniteGradientError(ArithmeticError):
+    """A micro-batch gradient holds NaN or inf, and the policy is to raise."""
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What a user asked for, as far as engines need to know it."""
+
+    rule: Rule
+    microbatch_size: int | None
+    reduction: Reduction
+    nonfinite: Nonfinite
+
+
+@dataclass(frozen=True)
+class _Entry:
+    size: int
+    domain: Hashable
+    ids: tuple[Hashable, ...]
+    norm: Tensor
+    loss: Tensor | None
+    example_losses: Tensor | None
+
+
+class Tally:
+    """What is known of the micro-batches of one step."""
+
+    def __init__(self, policy: Policy, step: int) -> None:
+        self.policy = policy
+        self.step = step
+        self._entries: list[_Entry] = []
+        self._rows: dict[Hashable, list[int]] = {}
+        self._verdicts: dict[Hashable, Verdict] = {}
+        self.left_out: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    @property
+    def examples(self) -> int:
+        """How many examples have been seen."""
+        return sum(entry.size for entry in self._entries)
+
+    def add(
+        self, microbatch: Microbatch, norm: Tensor, loss: Tensor | None, each: Tensor | None = None
+    ) -> None:
+        """Record a micro-batch; its batch is not kept."""
+        self._rows.setdefault(microbatch.domain, []).append(len(self._entries))
+        self._entries.append(
+            _Entry(microbatch.size, microbatch.domain, microbatch.ids, norm, loss, each)
+        )
+
+    def norms(self, domain: Hashable) -> Tensor:
+        """Return the norms of one domain's micro-batches."""
+        return torch.stack([self._entries[row].norm for row in self._rows[domain]])
+
+    def sizes(self, domain: Hashable) -> Tensor:
+        """Return the sizes of one domain's micro-batches, as numbers to calculate with."""
+        norm = self._entries[0].norm
+        sizes = [float(self._entries[row].size) for row in self._rows[domain]]
+        return torch.tensor(sizes, dtype=norm.dtype, device=norm.device)
+
+    def judge(self, domain: Hashable) -> Verdict:
+        """Let the rule speak on one domain; all its micro-batches must have been added."""
+        if domain not in self._verdicts:
+            policy = self.policy
+            self._verdicts[domain] = apply(
+                policy.rule, self.norms(domain), self.sizes(domain), policy.nonfinite
+            )
+        return self._verdicts[domain]
+
+    def coefficients(self) -> Tensor:
+        """Return what each micro-batch's gradient is multiplied with in the result."""
+        shares = self._gather(lambda domain: self.judge(domain).weights * self.sizes(domain))
+        return shares / self.divisor()
+
+    def divisor(self) -> Tensor:
+        """Return what sum_j size_j w_j g_j is divided by: total size for the mean, b for the sum.
+
+        Every domain's verdict is spoken by then: what was skipped is not part of the total.
+        """
+        total = self._gather(lambda domain: self.sizes(domain) * ~self.judge(domain).skipped).sum()
+        if self.policy.reduction == "mean":
+            return total.clamp(min=1)  # nothing left: the gradient is zero, whatever divides it
+        b = self.policy.microbatch_size or max(entry.size for entry in self._entries)
+        return torch.full_like(total, min(b, self.examples))
+
+    def leave_out(self) -> list[int]:
+        """Return the micro-batches to leave out, or raise, as the policy has it.
+
+        Reads the device once; under "propagate" not at all.
+        """
+        if self.policy.nonfinite == "propagate":
+            return []
+        flags = self._gather(lambda domain: self.judge(domain).skipped)
+        self.left_out = [row for row, flag in enumerate(flags.tolist()) if flag]
+        if self.left_out and self.policy.nonfinite == "raise":
+            raise NonfiniteGradientError(self._describe(self.left_out[0]))
+        return self.left_out
+
+    def outcome(self, engine: str, notes: tuple[str, ...]) -> Outcome:
+        """Return what the step did, and let the rule take note of it."""
+        for domain in self._rows:
+            self.policy.rule.observe(countable(self.norms(domain)), self.sizes(domain))
+        entries = self._entries
+        sizes = self._gather(self.sizes)
+        skipped = self._gather(lambda domain: self.judge(domain).skipped)
+        losses = _if_all([entry.loss for entry in entries])
+        each = _if_all([entry.example_losses for entry in entries])
+        return Outcome(
+            step=self.step,
+            loss=_mean_loss(torch.stack(losses), sizes * ~skipped) if losses else None,
+            losses=torch.stack(losses) if losses else None,
+            example_losses=torch.cat(each) if each else None,
+            norms=torch.stack([entry.norm for entry in entries]),
+            weights=self._gather(lambda domain: self.judge(domain).weights),
+            bounds=self._gather(
+                lambda domain: self.judge(domain).bound.expand(len(self._rows[domain]))
+            ),
+            sizes=sizes.long(),
+            skipped=skipped,
+            domains=tuple(entry.domain for entry in entries),
+            ids=tuple(entry.ids for entry in entries),
+            engine=engine,
+            notes=notes,
+        )
+
+    def _gather(self, of_domain: Callable[[Hashable], Tensor]) -> Tensor:
+        """Put vectors that exist per domain into one, in the order of the micro-batches."""
+        together = torch.cat([of_domain(domain) for domain in self._rows])
+        rows = [row for rows in self._rows.values() for row in rows]
+        if rows == sorted(rows):
+            return together
+        return together[torch.tensor(rows, device=together.device).argsort()]
+
+    def _describe(self, row: int) -> str:
+        entry = self._entries[row]
+        shown = ", ".join(repr(i) for i in entry.ids[:8]) + (", ..." if len(entry.ids) > 8 else "")
+        domain = "" if entry.domain is None else f" of domain {entry.domain!r}"
+        return (
+            f"Step {self.step}: the gradient of micro-batch {row}{domain}, examples {shown}, has "
+            f"norm {entry.norm.item()} ({len(self.left_out)} of {len(self)} micro-batches are not "
+            "finite). `.grad` is as it was. Look at these examples, or leave such micro-batches "
+            'out with nonfinite="skip".'
+        )
+
+
+def _if_all(values: Sequence[Tensor | None]) -> list[Tensor]:
+    """Return the values if none is missing, else nothing."""
+    return [] if any(value is None for value in values) else [v for v in values if v is not None]
+
+
+def _mean_loss(losses: Tensor, shares: Tensor) -> Tensor:
+    counted = torch.where(shares > 0, losses.to(shares.dtype), 0.0)
+    return (counted * shares).sum() / shares.sum().clamp(min=1)

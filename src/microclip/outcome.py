@@ -1,0 +1,85 @@
+"""What one step did: norms, weights and bounds of its micro-batches, and whose examples they were.
+
+Everything is a tensor on the device of the gradients and nothing is copied to the host before
+somebody reads a value, so looking at outcomes costs nothing until one looks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Outcome:
+    """One entry per micro-batch, in the order they were processed (domains sorted)."""
+
+    step: int  # how many steps this clipper had finished before
+    loss: Tensor | None  # mean over all examples; None if no loss was given to `fold()`
+    losses: Tensor | None  # mean over each micro-batch
+    example_losses: Tensor | None  # in the order of `ids`, if loss_fn gives one loss per example
+    norms: Tensor  # |g_j|
+    weights: Tensor  # what g_j was multiplied with: 0 for a zero gradient or a skipped one
+    bounds: Tensor  # the bound of the micro-batch's domain
+    sizes: Tensor  # examples in the micro-batch
+    skipped: Tensor  # bool: left out because its norm was not finite
+    domains: tuple[Hashable, ...]  # None, each of them, when no domains were given
+    ids: tuple[tuple[Hashable, ...], ...]  # positions in the mini-batch when no ids were given
+    engine: str  # the engine that did the work
+    notes: tuple[str, ...] = ()  # what a user may want to know about this step
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @property
+    def bound(self) -> Tensor:
+        """The bound; with several domains, the smallest of theirs."""
+        return self.bounds.min()
+
+    @property
+    def mean_weight(self) -> Tensor:
+        """What was left of the average example's gradient."""
+        return _mean(self.weights, self._shares)
+
+    @property
+    def suppression(self) -> Tensor:
+        """Per micro-batch: how much less weight it got than the one with the most. 0: none."""
+        return 1 - self.weights / self.weights.max().clamp(min=torch.finfo(self.weights.dtype).tiny)
+
+    @property
+    def effective_sample_size(self) -> Tensor:
+        """How many equally weighted examples would count as much, (sum w)^2 / sum w^2."""
+        mean, square = self.mean_weight, _mean(self.weights.square(), self._shares)
+        return self._shares.sum() * mean.square() / square.clamp(min=torch.finfo(square.dtype).tiny)
+
+    @property
+    def weight_shares(self) -> dict[Hashable, Tensor]:
+        """Per domain: its share of all the weight given in this step."""
+        given = self._shares * self.weights
+        total = given.sum().clamp(min=torch.finfo(given.dtype).tiny)
+        rows: dict[Hashable, list[int]] = {}
+        for row, domain in enumerate(self.domains):
+            rows.setdefault(domain, []).append(row)
+        return {domain: given[chosen].sum() / total for domain, chosen in rows.items()}
+
+    @property
+    def _shares(self) -> Tensor:
+        return self.sizes * ~self.skipped
+
+    def __str__(self) -> str:
+        loss = "not given" if self.loss is None else f"{self.loss.item():.4g}"
+        skipped = int(self.skipped.sum())
+        return (
+            f"step {self.step}: loss {loss}, {len(self)} micro-batches of up to "
+            f"{int(self.sizes.max())} examples, bound {self.bound.item():.4g}, "
+            f"mean weight {self.mean_weight.item():.3g}, "
+            f"effective sample size {self.effective_sample_size.item():.4g} "
+            f"of {int(self.sizes.sum())}" + (f", {skipped} skipped" if skipped else "")
+        )
+
+
+def _mean(values: Tensor, shares: Tensor) -> Tensor:
+    return (values * shares).sum() / shares.sum().clamp(min=1)

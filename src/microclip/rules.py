@@ -1,0 +1,307 @@
+r"""Rules: from the norms of a mini-batch's micro-batch gradients to the weight each one gets.
+
+Pure functions of a vector; no model, no gradient and no domain in sight. A rule sees the norms of
+one domain. `apply` stands between engines and rules: it keeps the norms that do not count away
+from the rule, so that every rule, also a user's own, treats the edge cases alike.
+
+==================  ==========================================================================
+norms               what comes out, for every rule
+==================  ==========================================================================
+one is zero         weight 0; it is no candidate for the bound; the others are as without it
+all are zero        weights 0, bound 0: the gradient is zero, not NaN
+one micro-batch     a bound taken from the norms (MinNorm, Median, Mean, Quantile): weight
+                    exactly 1, the plain gradient. Unit, Fixed and Automatic know their bound
+                    beforehand and keep to it: normalised, globally clipped, damped gradient
+tiny (1e-40)        as any other: norms are float64, so neither 1/norm nor its square overflows
+NaN or inf          "propagate": all weights and the bound are NaN, so the gradient is NaN;
+                    "skip": weight 0, the others are as without it;
+                    "raise": an error, and `.grad` stays as it was
+huge spread (1e30)  as any other: a weight of 1e-30 is kept, not flushed to zero
+==================  ==========================================================================
+
+>>> import torch
+>>> norms, sizes = torch.tensor([3.0, 4.0, 6.0]), torch.tensor([2.0, 2.0, 2.0])
+>>> MinNorm().weights(norms, sizes)
+tensor([1.0000, 0.7500, 0.5000])
+>>> Median().weights(norms, sizes)
+tensor([1.0000, 1.0000, 0.6667])
+>>> Median(rescale=True).weights(norms, sizes)
+tensor([1.3333, 1.0000, 0.6667])
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+__all__ = ["Automatic", "Fixed", "Mean", "Median", "MinNorm", "Quantile", "Rule", "Unit"]
+
+Nonfinite = Literal["propagate", "skip", "raise"]
+NONFINITE: tuple[str, ...] = get_args(Nonfinite)
+
+
+class Rule:
+    """Norms to weights. Subclass it and write `weights`; that is all a rule must have.
+
+    A NaN among `norms` marks a micro-batch that does not count (its gradient is zero, or it was
+    skipped): use reductions that pass over NaN, such as `torch.nanmedian`, and `minimum` here.
+    What a rule returns for a NaN does not matter. Do not read values on the host (`.item()`,
+    `if norm > ...`): on an accelerator that would stall every step.
+    """
+
+    def weights(self, norms: Tensor, sizes: Tensor) -> Tensor:
+        """Return one weight per micro-batch, from all the norms and sizes of one domain."""
+        raise NotImplementedError(f"{type(self).__name__} must define weights(norms, sizes).")
+
+    def factor(self, norms: Tensor) -> Tensor:
+        """Return what a weight owes to its own norm alone; weights = factor x (one common number).
+
+        A rule that has it *streams*: gradients are added up as they come, and the common number,
+        which may depend on all the norms, is multiplied in at the end. A rule without it needs
+        all norms before the first gradient can be added: two passes.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no factor: it needs all norms first.")
+
+    @property
+    def streams(self) -> bool:
+        """Whether gradients can be added up before all norms are known. Engines read this."""
+        return type(self).factor is not Rule.factor
+
+    def bound(self, norms: Tensor, sizes: Tensor) -> Tensor:
+        """Return the norm that gradients are brought to: the longest that is left, if not said."""
+        return maximum(self.weights(norms, sizes) * norms)
+
+    def observe(self, norms: Tensor, sizes: Tensor) -> None:
+        """Take note of a finished step's norms, once per domain: for rules that carry state."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint must hold for this rule: nothing, unless it carries state."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take back what `state_dict` gave."""
+        if state:
+            raise ValueError(
+                f"{type(self).__name__} carries no state, but the checkpoint holds {sorted(state)}."
+            )
+
+
+def minimum(norms: Tensor) -> Tensor:
+    """Return the smallest norm that counts."""
+    return norms.nan_to_num(nan=math.inf).min()
+
+
+def maximum(norms: Tensor) -> Tensor:
+    """Return the largest norm that counts."""
+    return norms.nan_to_num(nan=-math.inf).max()
+
+
+def quantile(norms: Tensor, sizes: Tensor, q: float) -> Tensor:
+    """Return the smallest norm with a share q of the sizes at or below it."""
+    ordered, order = norms.sort()  # NaN, what does not count, comes last
+    reached = (sizes[order] * ~ordered.isnan()).cumsum(0)
+    # the slack keeps q * total from missing a whole number by a rounding (0.1 * 30 > 3)
+    below = (reached < q * reached[-1:] * (1 - 1e-6)).sum(0, keepdim=True)
+    return ordered.gather(0, below).squeeze(0)
+
+
+class _FromNorms(Rule):
+    """The bound is a statistic of the norms: clip to it, or rescale every gradient to it."""
+
+    rescale: bool
+
+    def weights(self, norms: Tensor, sizes: Tensor) -> Tensor:
+        """Return bound/norm, and at most 1 when clipping."""
+        weights = self.bound(norms, sizes) / norms
+        return weights if self.rescale else weights.clamp(max=1.0)
+
+    def factor(self, norms: Tensor) -> Tensor:
+        """Return 1/norm."""
+        return 1 / norms
+
+    @property
+    def streams(self) -> bool:
+        """Rescaling streams; clipping does not: who is clipped is known only with the bound."""
+        return self.rescale
+
+
+@dataclass(frozen=True)
+class MinNorm(_FromNorms):
+    """The paper's rule: every gradient is rescaled to the smallest norm among them.
+
+    >>> MinNorm().weights(torch.tensor([5.0, 10.0]), torch.ones(2))
+    tensor([1.0000, 0.5000])
+    """
+
+    # Nothing is shorter than the shortest, so clipping to it and rescaling to it are the same.
+    rescale = True
+
+    def bound(self, norms: Tensor, sizes: Tensor) -> Tensor:
+        """Return min_j |g_j|."""
+        return minimum(norms)
+
+
+@dataclass(frozen=True)
+class Mean(_FromNorms):
+    """Clip to the mean norm, each micro-batch counted by its size; `rescale` also lengthens.
+
+    >>> Mean().weights(torch.tensor([1.0, 3.0]), torch.ones(2))
+    tensor([1.0000, 0.6667])
+    """
+
+    rescale: bool = False
+
+    def bound(self, norms: Tensor, sizes: Tensor) -> Tensor:
+        """Return the mean norm per example."""
+        return (sizes * norms).nansum() / (sizes * ~norms.isnan()).sum()
+
+
+@dataclass(frozen=True)
+class Quantile(_FromNorms):
+    """Clip to the q-quantile of the norms, counted by size; `rescale` also lengthens.
+
+    The quantile is one of the norms, never a value between two: the smallest norm such that at
+    least a share q of the examples sits in micro-batches with norms up to it. q = 0 is `MinNorm`.
+
+    >>> Quantile(0.75).weights(torch.tensor([1.0, 2.0, 4.0, 8.0]), torch.ones(4))
+    tensor([1.0000, 1.0000, 1.0000, 0.5000])
+    """
+
+    q: float
+    rescale: bool = False
+
+    def __post_init__(self) -> None:
+        if not _is_number(self.q) or not 0 <= self.q <= 1:
+            raise ValueError(f"Quantile needs a q between 0 and 1, but got {self.q!r}.")
+
+    def bound(self, norms: Tensor, sizes: Tensor) -> Tensor:
+        """Return the norm below or at which a share q of the examples lies."""
+        return quantile(norms, sizes, self.q)
+
+
+@dataclass(frozen=True)
+class Median(_FromNorms):
+    """Clip to the median norm (the lower one of two), counted by size; `rescale` also lengthens.
+
+    >>> Median().weights(torch.tensor([1.0, 2.0, 8.0]), torch.ones(3))
+    tensor([1.0000, 1.0000, 0.2500])
+    """
+
+    rescale: bool = False
+
+    def bound(self, norms: Tensor, sizes: Tensor) -> Tensor:
+        """Return the norm below or at which half of the examples lie."""
+        return quantile(norms, sizes, 0.5)
+
+
+@dataclass(frozen=True)
+class Unit(Rule):
+    """The update of the paper's theorem: every gradient is normalised to length 1.
+
+    Its step does not shrink with the gradient: with SGD the learning rate must.
+
+    >>> Unit().weights(torch.tensor([0.5, 4.0]), torch.ones(2))
+    tensor([2.0000, 0.2500])
+    """
+
+    def weights(self, norms: Tensor, sizes: Tensor) -> Tensor:
+        """Return 1/norm."""
+        return 1 / norms
+
+    def factor(self, norms: Tensor) -> Tensor:
+        """Return the weight itself: it owes nothing to the other norms."""
+        return 1 / norms
+
+
+@dataclass(frozen=True)
+class Fixed(Rule):
+    """DP-SGD's micro-batch clipping: a gradient longer than c is cut to c.
+
+    >>> Fixed(2.0).weights(torch.tensor([1.0, 4.0]), torch.ones(2))
+    tensor([1.0000, 0.5000])
+    """
+
+    c: float
+
+    def __post_init__(self) -> None:
+        if not _is_number(self.c) or not self.c > 0:
+            raise ValueError(f"Fixed needs a bound greater than 0, but got {self.c!r}.")
+
+    def weights(self, norms: Tensor, sizes: Tensor) -> Tensor:
+        """Return min(1, c/norm)."""
+        return self.factor(norms)
+
+    def factor(self, norms: Tensor) -> Tensor:
+        """Return the weight itself: it owes nothing to the other norms."""
+        return (self.c / norms).clamp(max=1.0)
+
+    def bound(self, norms: Tensor, sizes: Tensor) -> Tensor:
+        """Return c, whether or not any gradient is longer."""
+        return torch.full_like(norms[0], self.c)
+
+
+@dataclass(frozen=True)
+class Automatic(Rule):
+    """Automatic clipping (Bu et al.): norm/(norm + gamma) is left of every gradient.
+
+    Normalises what is much longer than gamma and lets what is much shorter vanish, so that the
+    step still shrinks as training converges; `Unit` is gamma = 0.
+
+    >>> Automatic(gamma=1.0).weights(torch.tensor([1.0, 3.0]), torch.ones(2))
+    tensor([0.5000, 0.2500])
+    """
+
+    gamma: float = 0.01
+
+    def __post_init__(self) -> None:
+        if not _is_number(self.gamma) or not 0 <= self.gamma < math.inf:
+            raise ValueError(f"Automatic needs a finite gamma >= 0, but got {self.gamma!r}.")
+
+    def weights(self, norms: Tensor, sizes: Tensor) -> Tensor:
+        """Return 1/(norm + gamma)."""
+        return self.factor(norms)
+
+    def factor(self, norms: Tensor) -> Tensor:
+        """Return the weight itself: it owes nothing to the other norms."""
+        return 1 / (norms + self.gamma)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a rule said of one domain's micro-batches."""
+
+    weights: Tensor  # one per micro-batch; 0 where it does not count
+    bound: Tensor  # of this domain
+    skipped: Tensor  # bool: left out, as if it had never been in the batch
+
+
+def countable(norms: Tensor) -> Tensor:
+    """Return the norms as rules see them: NaN for what is zero or not finite."""
+    return torch.where((norms > 0) & norms.isfinite(), norms, math.nan)
+
+
+def apply(rule: Rule, norms: Tensor, sizes: Tensor, nonfinite: Nonfinite) -> Verdict:
+    """Apply a rule to one domain's norms, with the edge cases of this module's table."""
+    seen = countable(norms)
+    none_counts = seen.isnan().all()
+    weights = rule.weights(seen, sizes)
+    if weights.shape != norms.shape:
+        raise ValueError(
+            f"{rule!r} must return one weight for each of the {norms.numel()} norms, "
+            f"but returned a tensor of shape {tuple(weights.shape)}."
+        )
+    weights = torch.where(seen.isnan(), 0.0, weights)
+    bound = torch.where(none_counts, 0.0, rule.bound(seen, sizes))
+    unusable = ~norms.isfinite()
+    if nonfinite == "propagate":
+        poison = torch.where(unusable.any(), math.nan, 0.0)
+        return Verdict(weights + poison, bound + poison, torch.zeros_like(unusable))
+    return Verdict(weights, bound, unusable)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
