@@ -174,7 +174,7 @@ class Clipper:
         finally:
             notes = tuple(self._notes)
             self.discard()
-        deposit(list(engine.parameters.values()), gradients)
+        deposit(engine.parameters, gradients)
         self.outcome = tally.outcome(engine.name, notes)
         self.step += 1
         if tally.left_out and not self._warned:
@@ -255,9 +255,9 @@ class Clipper:
         assert isinstance(self._engine, Stream)
         names = names or tuple(range(tally.examples, tally.examples + size))
         try:
-            gradients = take(parameters)
             microbatch = Microbatch(None, size, domain, names)
-            self._engine.add(gradients, microbatch, None if loss is None else loss.detach().mean())
+            mean_loss = None if loss is None else loss.detach().mean()
+            self._engine.add(take(parameters), microbatch, mean_loss)
         except BaseException as error:
             self._abandon(error, final=False)
             raise

@@ -7,7 +7,9 @@ of 65,536 stay at 1e-7 and cost no more.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -26,25 +28,26 @@ def widest(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
-def norm(tensors: list[Tensor]) -> Tensor:
-    """Return the L2 norm over all elements of all tensors, a scalar on the first one's device."""
-    wide = widest(tensors[0].device)
+def norm(tensors: list[Tensor], device: torch.device) -> Tensor:
+    """Return the L2 norm over all elements of all tensors, a scalar on this device."""
+    wide = widest(device)
+    if not tensors:
+        return torch.zeros((), device=device, dtype=wide)
     if not on_host(tensors[0]):
-        return join(torch._foreach_norm(tensors, 2, dtype=wide))
-    total = join(_block_norms(tensors).to(wide))
-    if total.item() > 0 and total.isfinite():
-        return total
+        return join(torch._foreach_norm(tensors, 2, dtype=wide), device)
+    total = torch.linalg.vector_norm(_block_norms(tensors).to(wide))
+    if 0 < total.item() < math.inf:
+        return cast(Tensor, total)
     # Squares of float32 vanish below 1e-19 and overflow above 1e19: look again before believing.
-    return join([torch.linalg.vector_norm(tensor, dtype=wide) for tensor in tensors])
+    return join([torch.linalg.vector_norm(tensor, dtype=wide) for tensor in tensors], device)
 
 
-def join(norms: Tensor | Iterable[Tensor]) -> Tensor:
+def join(norms: Iterable[Tensor], device: torch.device) -> Tensor:
     """Return the norm of the whole from the norms of its parts."""
-    if not isinstance(norms, Tensor):
-        first, *others = norms
-        norms = torch.stack([first, *(norm.to(first.device) for norm in others)])
-    whole: Tensor = torch.linalg.vector_norm(norms)
-    return whole
+    parts = [part.to(device) for part in norms]
+    if not parts:
+        return torch.zeros((), device=device, dtype=widest(device))
+    return cast(Tensor, torch.linalg.vector_norm(torch.stack(parts)))
 
 
 def _block_norms(tensors: list[Tensor]) -> Tensor:

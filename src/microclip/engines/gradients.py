@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-Gradients = list[Tensor | None]  # one entry per trainable parameter; None: it got no gradient
+from microclip import multitensor
+
+Gradients = dict[str, Tensor]  # by parameter name; a parameter without gradient is not in it
 
 
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -34,49 +36,58 @@ def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 @contextmanager
-def set_aside(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+def set_aside(parameters: dict[str, nn.Parameter]) -> Iterator[None]:
     """Clear every `.grad` inside the block; afterwards each is what it was, also after an error."""
-    kept = [parameter.grad for parameter in parameters]
-    clear(parameters)
+    kept = [parameter.grad for parameter in parameters.values()]
+    _clear(parameters)
     try:
         yield
     finally:
-        for parameter, gradient in zip(parameters, kept, strict=True):
+        for parameter, gradient in zip(parameters.values(), kept, strict=True):
             parameter.grad = gradient
-
-
-def clear(parameters: Sequence[nn.Parameter]) -> None:
-    """Drop every `.grad`."""
-    for parameter in parameters:
-        parameter.grad = None
 
 
 def take(parameters: dict[str, nn.Parameter]) -> Gradients:
     """Take the gradients away from the parameters; complex ones as pairs of real numbers."""
-    taken: Gradients = []
-    for name, parameter in parameters.items():
-        gradient = parameter.grad
-        if gradient is not None and gradient.layout != torch.strided:
+    taken = {name: p.grad for name, p in parameters.items() if p.grad is not None}
+    for name, gradient in taken.items():
+        if gradient.layout != torch.strided:
             raise NotImplementedError(
                 f"Parameter {name!r} got a sparse gradient, which cannot be rescaled and added up "
                 "exactly here. Build the module with sparse=False."
             )
-        if gradient is not None and gradient.is_complex():
-            gradient = torch.view_as_real(gradient)
-        taken.append(gradient)
-    clear(list(parameters.values()))
+        if gradient.is_complex():
+            taken[name] = torch.view_as_real(gradient)
+    _clear(parameters)
     return taken
 
 
-def deposit(parameters: Sequence[nn.Parameter], gradients: Gradients) -> None:
-    """Add the result to `.grad`, in place where there is one, exactly as `loss.backward()` does."""
-    for parameter, gradient in zip(parameters, gradients, strict=True):
-        if gradient is None:
-            continue
-        if parameter.is_complex():
-            gradient = torch.view_as_complex(gradient)
-        gradient = gradient.to(parameter.dtype)
-        if parameter.grad is None:
-            parameter.grad = gradient
+def add_multiple(sums: Gradients, gradients: Gradients, multiple: Tensor) -> None:
+    """Add a multiple of the gradients to the sums; what had no sum yet becomes the sum."""
+    fresh, held, added = [], [], []
+    for name, gradient in gradients.items():
+        if name in sums:
+            held.append(sums[name])
+            added.append(gradient)
         else:
-            parameter.grad.add_(gradient)
+            sums[name] = gradient.to(multitensor.accumulation_dtype(gradient))
+            fresh.append(sums[name])
+    multitensor.multiply_(fresh, multiple)
+    multitensor.add_(held, added, multiple)
+
+
+def deposit(parameters: dict[str, nn.Parameter], gradients: Gradients) -> None:
+    """Add the result to `.grad`, in place where there is one, exactly as `loss.backward()` does."""
+    for name, gradient in gradients.items():
+        parameter = parameters[name]
+        result = torch.view_as_complex(gradient) if parameter.is_complex() else gradient
+        result = result.to(parameter.dtype)
+        if parameter.grad is None:
+            parameter.grad = result
+        else:
+            parameter.grad.add_(result)
+
+
+def _clear(parameters: dict[str, nn.Parameter]) -> None:
+    for parameter in parameters.values():
+        parameter.grad = None

@@ -1,11 +1,13 @@
-"""Asking `loss_fn` for the loss of one micro-batch, and checking the answer."""
+"""Asking `loss_fn` for the loss of one micro-batch, checking the answer, differentiating it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.amp import GradScaler
 
 from microclip.microbatches import Microbatch
 
@@ -34,3 +36,16 @@ def evaluate(loss_fn: LossFn, microbatch: Microbatch) -> tuple[Tensor, Tensor | 
     if one_per_example:
         return loss.mean(), loss.detach()
     return loss.reshape(()), None
+
+
+def backward(loss: Tensor, scaler: GradScaler | None) -> None:
+    """Differentiate, through the loss scaling if there is one."""
+    scaled = loss if scaler is None else scaler.scale(loss)
+    scaled.backward()  # type: ignore[no-untyped-call]
+
+
+def unscale(norm: Tensor, scaler: GradScaler | None) -> Tensor:
+    """Return the norm as if the loss had not been scaled, without reading the scale on the host."""
+    if scaler is None:
+        return norm
+    return norm / scaler.scale(torch.ones_like(norm, dtype=torch.float32))

@@ -12,10 +12,11 @@ from collections.abc import Hashable, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.amp import GradScaler
 
 from microclip import multitensor
-from microclip.engines.gradients import Gradients, set_aside, take
-from microclip.engines.losses import LossFn, evaluate
+from microclip.engines.gradients import Gradients, add_multiple, set_aside, take
+from microclip.engines.losses import LossFn, backward, evaluate, unscale
 from microclip.engines.tally import Tally
 from microclip.microbatches import Microbatch
 from microclip.rules import countable
@@ -27,20 +28,18 @@ class Stream:
     name = "stream"
 
     def __init__(
-        self,
-        parameters: dict[str, nn.Parameter],
-        tally: Tally,
-        scaler: torch.amp.GradScaler | None = None,
+        self, parameters: dict[str, nn.Parameter], tally: Tally, scaler: GradScaler | None = None
     ) -> None:
         self.parameters = parameters
+        self._device = next(iter(parameters.values())).device
         self._tally = tally
         self._scaler = scaler
         self._open: dict[Hashable, _Sum] = {}
-        self._closed: Gradients = [None] * len(parameters)
+        self._closed: Gradients = {}
 
     def fold(self, loss_fn: LossFn, microbatches: Sequence[Microbatch], final: bool) -> None:
         """Add the gradients of these micro-batches; `final`: no others will follow."""
-        with set_aside(list(self.parameters.values())):
+        with set_aside(self.parameters):
             for index, microbatch in enumerate(microbatches):
                 if final and index and microbatches[index - 1].domain != microbatch.domain:
                     self._close(microbatches[index - 1].domain)
@@ -57,35 +56,34 @@ class Stream:
         each: Tensor | None = None,
     ) -> None:
         """Add one micro-batch's gradients, which the engine may overwrite from now on."""
-        present = [gradient for gradient in gradients if gradient is not None]
-        norm = self._true_norm(present)
+        norm = multitensor.norm(list(gradients.values()), self._device)
+        norm = unscale(norm, self._scaler)
         self._tally.add(microbatch, norm, loss, each)
-        if self._tally.policy.nonfinite != "propagate":
-            _blank_if_nonfinite(present, norm)
-        rule = self._tally.policy.rule
+        policy = self._tally.policy
+        if policy.nonfinite != "propagate":
+            _blank_if_nonfinite(gradients, norm)
         # a rule that does not stream comes here with a single micro-batch, where any factor will do
-        factor = rule.factor(countable(norm)) if rule.streams else torch.ones_like(norm)
-        total = self._open.setdefault(microbatch.domain, _Sum(len(self.parameters)))
-        total.add(gradients, microbatch.size * factor)
+        streams = policy.rule.streams
+        factor = policy.rule.factor(countable(norm)) if streams else torch.ones_like(norm)
+        self._open.setdefault(microbatch.domain, _Sum()).add(gradients, microbatch.size * factor)
 
     @torch.no_grad()
     def finish(self) -> Gradients:
         """Return sum_j coefficient_j g_j."""
-        divisor = self._tally.divisor()
         self._tally.leave_out()
-        last = self._open.popitem()
-        for domain in list(self._open):
-            self._close(domain)
-        gradients = last[1].tensors
-        multitensor.multiply_(_present(gradients), self._multiplier(last[0]) / divisor)
-        closed, self._closed = self._closed, []
-        multitensor.multiply_(_present(closed), 1 / divisor)
-        _add(gradients, closed, torch.ones_like(divisor))
-        return gradients
+        divisor = self._tally.divisor()
+        domain, last = self._open.popitem()
+        for other in list(self._open):
+            self._close(other)
+        multitensor.multiply_(list(last.gradients.values()), self._multiplier(domain) / divisor)
+        # with one domain nothing is closed before the end, and one multiplication does it all
+        add_multiple(last.gradients, self._closed, 1 / divisor)
+        return last.gradients
 
+    @torch.no_grad()
     def _close(self, domain: Hashable) -> None:
         """Give a domain its common factor, now that its norms are known, and free its sum."""
-        _add(self._closed, self._open.pop(domain).tensors, self._multiplier(domain))
+        add_multiple(self._closed, self._open.pop(domain).gradients, self._multiplier(domain))
 
     def _multiplier(self, domain: Hashable) -> Tensor:
         """Return weight x size of the domain's first micro-batch that counts (0: none does)."""
@@ -93,20 +91,12 @@ class Stream:
         first = countable(self._tally.norms(domain)).isfinite().int().argmax(0, keepdim=True)
         return shares.gather(0, first).squeeze(0)
 
-    def _true_norm(self, gradients: list[Tensor]) -> Tensor:
-        """Return |g_j| as if the loss had not been scaled."""
-        if not gradients:
-            device = next(iter(self.parameters.values())).device
-            return torch.zeros((), device=device, dtype=multitensor.widest(device))
-        norm = multitensor.norm(gradients)
-        return norm if self._scaler is None else norm / scale_of(self._scaler, norm)
-
 
 class _Sum:
     """sum_j (share_j / share_1) g_j over one domain, where 1 is the first that counts."""
 
-    def __init__(self, length: int) -> None:
-        self.tensors: Gradients = [None] * length
+    def __init__(self) -> None:
+        self.gradients: Gradients = {}
         self._reference: Tensor | None = None
 
     def add(self, gradients: Gradients, share: Tensor) -> None:
@@ -118,45 +108,12 @@ class _Sum:
         else:
             self._reference = torch.where(self._reference.isnan(), share, self._reference)
             multiple = (share / self._reference).nan_to_num(nan=0.0)
-        _add(self.tensors, gradients, multiple)
+        add_multiple(self.gradients, gradients, multiple)
 
 
-def backward(loss: Tensor, scaler: torch.amp.GradScaler | None) -> None:
-    """Differentiate, through the loss scaling if there is one."""
-    scaled = loss if scaler is None else scaler.scale(loss)
-    scaled.backward()  # type: ignore[no-untyped-call]
-
-
-def scale_of(scaler: torch.amp.GradScaler, like: Tensor) -> Tensor:
-    """Return the loss scale without reading it on the host."""
-    return scaler.scale(torch.ones_like(like, dtype=torch.float32)).to(like.dtype)
-
-
-def _present(gradients: Gradients) -> list[Tensor]:
-    return [gradient for gradient in gradients if gradient is not None]
-
-
-def _add(sums: Gradients, gradients: Gradients, multiple: Tensor) -> None:
-    """Add a multiple of the gradients to the sums; what had no sum yet becomes the sum."""
-    held, added = [], []
-    fresh = []
-    for index, gradient in enumerate(gradients):
-        if gradient is None:
-            continue
-        kept = sums[index]
-        if kept is None:
-            fresh.append(gradient.to(multitensor.accumulation_dtype(gradient)))
-            sums[index] = fresh[-1]
-        else:
-            held.append(kept)
-            added.append(gradient)
-    multitensor.multiply_(fresh, multiple)
-    multitensor.add_(held, added, multiple)
-
-
-def _blank_if_nonfinite(gradients: list[Tensor], norm: Tensor) -> None:
+def _blank_if_nonfinite(gradients: Gradients, norm: Tensor) -> None:
     """Zero what will be left out: a weight of 0 would not do, since 0 x inf is NaN."""
     if multitensor.on_host(norm) and norm.isfinite():
         return
-    for gradient in gradients:
+    for gradient in gradients.values():
         gradient.masked_fill_(~norm.isfinite(), 0.0)

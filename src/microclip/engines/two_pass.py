@@ -1,8 +1,10 @@
-"""The two-pass engine: norms first, without keeping a gradient; then one weighted backward each.
+"""The two-pass engine: norms first, without keeping a gradient; then the weighted sum.
 
-Scaling the loss of micro-batch j by w_j scales its gradient by w_j, so the second pass can add up
-straight into `.grad`: no gradient buffer beside the ordinary one, and any rule will do, at the
-price of a second forward and backward. The way for rules that need all norms first.
+In both passes a hook takes every parameter's gradient the moment autograd has it: the first takes
+its norm and drops it, the second adds weight x gradient to what becomes `.grad`. So there is never
+a second buffer of the model's size, and any rule will do, at the price of a second forward and
+backward. The weight goes on the gradient and not on the loss: scaling the loss would let models
+that calculate partly in lower precision round differently in the two passes.
 """
 
 from __future__ import annotations
@@ -14,12 +16,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.amp import GradScaler
 
 from microclip import multitensor
-from microclip.engines.gradients import Gradients, set_aside, take
-from microclip.engines.losses import LossFn, evaluate
+from microclip.engines.gradients import Gradients, add_multiple, set_aside, take
+from microclip.engines.losses import LossFn, backward, evaluate, unscale
 from microclip.engines.randomness import RandomState
-from microclip.engines.stream import backward, scale_of
 from microclip.engines.tally import Tally
 from microclip.microbatches import Microbatch
 
@@ -44,113 +46,94 @@ class TwoPass:
         model: nn.Module,
         parameters: dict[str, nn.Parameter],
         tally: Tally,
-        scaler: torch.amp.GradScaler | None = None,
+        scaler: GradScaler | None = None,
     ) -> None:
         self._model = model
         self.parameters = parameters
+        self._device = next(iter(parameters.values())).device
         self._devices = {parameter.device for parameter in parameters.values()}
         self._tally = tally
         self._scaler = scaler
         self._visits: list[_Visit] = []
-        self._squares = _Squares(parameters)
+        self._touched: set[str] = set()
         self._buffers = _copies(model)
 
     def fold(self, loss_fn: LossFn, microbatches: Sequence[Microbatch], final: bool) -> None:
         """First pass: take the norms of these micro-batches, and remember how to come back."""
-        with set_aside(list(self.parameters.values())), self._squares.watching():
-            for microbatch in microbatches:
-                state = RandomState.now(self._devices)
-                loss, each = evaluate(loss_fn, microbatch)
-                backward(loss, self._scaler)
-                norm = self._squares.norm()
-                if self._scaler is not None:
-                    norm = norm / scale_of(self._scaler, norm)
-                self._tally.add(microbatch, norm, loss.detach(), each)
-                self._visits.append(_Visit(loss_fn, microbatch, state, loss.detach()))
+        norms: dict[str, Tensor] = {}
 
-    def finish(self) -> Gradients:
-        """Second pass: back through every micro-batch with its coefficient on the loss."""
-        coefficients = self._tally.coefficients()
-        left_out = set(self._tally.leave_out())
-        random_state, buffers = RandomState.now(self._devices), _copies(self._model)
-        _put_back(self._model, self._buffers)
-        try:
-            with set_aside(list(self.parameters.values())):
-                for row, visit in enumerate(self._visits):
-                    if row in left_out:
-                        continue
-                    visit.random_state.restore()
-                    loss, _ = evaluate(visit.loss_fn, visit.microbatch)
-                    _expect_same(visit.loss, loss.detach())
-                    backward(_weighted(loss, coefficients[row]), self._scaler)
-                gradients = take(self.parameters)
-        finally:
-            # generators and buffers have already moved on once, in the first pass
-            random_state.restore()
-            _put_back(self._model, buffers)
-        return self._completed(gradients, coefficients)
-
-    @torch.no_grad()
-    def _completed(self, gradients: Gradients, coefficients: Tensor) -> Gradients:
-        """Make NaN reach every element, and zero the gradients that were only ever left out."""
-        for index, (name, parameter) in enumerate(self.parameters.items()):
-            if gradients[index] is None and name in self._squares.touched:
-                zero = torch.zeros_like(parameter)
-                gradients[index] = torch.view_as_real(zero) if zero.is_complex() else zero
-        poison = torch.where(coefficients.isnan().any(), torch.nan, 1.0)
-        if not multitensor.on_host(poison) or poison.isnan():
-            multitensor.multiply_([g for g in gradients if g is not None], poison)
-        return gradients
-
-
-class _Squares:
-    """The squared norms of gradients, each taken and dropped as soon as autograd has it."""
-
-    def __init__(self, parameters: dict[str, nn.Parameter]) -> None:
-        self.parameters = parameters
-        self._norms: dict[str, Tensor] = {}
-        self.touched: set[str] = set()
-
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Have autograd hand over every gradient of the parameters inside the block."""
-        handles = []
-        try:
-            for name, parameter in self.parameters.items():
-                handle = parameter.register_post_accumulate_grad_hook(self._hook(name))  # type: ignore[no-untyped-call]
-                handles.append(handle)
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    def norm(self) -> Tensor:
-        """Return the norm of all that came in since the last call."""
-        norms, self._norms = self._norms, {}
-        if not norms:
-            device = next(iter(self.parameters.values())).device
-            return torch.zeros((), device=device, dtype=multitensor.widest(device))
-        return multitensor.join(norms.values())
-
-    def _hook(self, name: str) -> Callable[[nn.Parameter], None]:
-        def hook(parameter: nn.Parameter) -> None:
-            if name in self._norms:
+        def take_norm(name: str, gradient: Tensor) -> None:
+            if name in norms:
                 raise NotImplementedError(
                     f"Autograd delivered the gradient of parameter {name!r} in several parts, as "
                     "reentrant checkpointing does for a shared parameter, so its norm cannot be "
                     'taken without keeping it. Use engine="stream" or use_reentrant=False.'
                 )
-            (gradient,) = take({name: parameter})
-            if gradient is not None:
-                self._norms[name] = multitensor.norm([gradient])
-                self.touched.add(name)
+            norms[name] = multitensor.norm([gradient], gradient.device)
 
-        return hook
+        with set_aside(self.parameters), self._each_gradient(take_norm):
+            for microbatch in microbatches:
+                state = RandomState.now(self._devices)
+                loss, each = evaluate(loss_fn, microbatch)
+                backward(loss, self._scaler)
+                norm = unscale(multitensor.join(norms.values(), self._device), self._scaler)
+                self._tally.add(microbatch, norm, loss.detach(), each)
+                self._touched.update(norms)
+                norms.clear()
+                self._visits.append(_Visit(loss_fn, microbatch, state, loss.detach()))
 
+    def finish(self) -> Gradients:
+        """Second pass: add up what is now known to be each gradient's share."""
+        coefficients = self._tally.coefficients()
+        left_out = set(self._tally.leave_out())
+        sums: Gradients = {}
+        random_state, buffers = RandomState.now(self._devices), _copies(self._model)
+        _put_back(self._model, self._buffers)
+        try:
+            with set_aside(self.parameters):
+                for row, visit in enumerate(self._visits):
+                    if row not in left_out:
+                        self._revisit(visit, coefficients[row], sums)
+        finally:
+            # generators and buffers have already moved on once, in the first pass
+            random_state.restore()
+            _put_back(self._model, buffers)
+        for name in self._touched - set(sums):  # every micro-batch that reaches it was left out
+            zero = torch.zeros_like(self.parameters[name])
+            sums[name] = torch.view_as_real(zero) if zero.is_complex() else zero
+        return sums
 
-def _weighted(loss: Tensor, coefficient: Tensor) -> Tensor:
-    dtype = multitensor.accumulation_dtype(loss)  # a coefficient in half precision would be coarse
-    return loss.to(dtype) * coefficient.to(dtype)
+    def _revisit(self, visit: _Visit, coefficient: Tensor, sums: Gradients) -> None:
+        def add(name: str, gradient: Tensor) -> None:
+            add_multiple(sums, {name: gradient}, coefficient)
+
+        visit.random_state.restore()
+        with self._each_gradient(add):
+            loss, _ = evaluate(visit.loss_fn, visit.microbatch)
+            _expect_same(visit.loss, loss.detach())
+            backward(loss, self._scaler)
+
+    @contextmanager
+    def _each_gradient(self, receive: Callable[[str, Tensor], None]) -> Iterator[None]:
+        """Hand every gradient over, inside the block, instead of keeping it in `.grad`."""
+
+        def hook_for(name: str) -> Callable[[nn.Parameter], None]:
+            @torch.no_grad()
+            def hook(parameter: nn.Parameter) -> None:
+                for gradient in take({name: parameter}).values():
+                    receive(name, gradient)
+
+            return hook
+
+        handles = []
+        try:
+            for name, parameter in self.parameters.items():
+                handle = parameter.register_post_accumulate_grad_hook(hook_for(name))  # type: ignore[no-untyped-call]
+                handles.append(handle)
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
 
 
 def _copies(model: nn.Module) -> dict[str, Tensor]:
