@@ -1,7 +1,7 @@
 """Algorithm 1 as slowly and plainly as possible: the twin that every engine is tested against.
 
-Plain autograd, every micro-batch gradient stored, norms in float64. Rules are written out again
-here as formulas on a list of floats, so that an error in `microclip.rules` cannot hide.
+Plain autograd, every micro-batch gradient stored, sums and norms in float64. The rules stand here
+once more, as formulas on lists of floats, so that an error in `microclip.rules` cannot hide.
 """
 
 import math
@@ -9,60 +9,77 @@ import math
 import torch
 
 
-def gradient(loss_fn, parameters, microbatches, weigh, reduction="mean", b=None):
-    """Return the clipped gradient of micro-batches [(batch, size, domain), ...], and its weights."""
-    stored = []
-    for batch, _, _ in microbatches:
-        loss = loss_fn(batch).mean()
-        stored.append(torch.autograd.grad(loss, parameters, allow_unused=True))
-    norms = [math.sqrt(sum((abs(g.to(wide(g))) ** 2).sum().item() for g in gs if g is not None)) for gs in stored]
-    sizes = [size for _, size, _ in microbatches]
-    weights = [0.0] * len(norms)
-    for domain in {domain for _, _, domain in microbatches}:
-        rows = [j for j, m in enumerate(microbatches) if m[2] == domain and norms[j] > 0]
-        for j, w in zip(rows, weigh([norms[j] for j in rows], [sizes[j] for j in rows]), strict=True):
+def microbatch_gradients(loss_fn, parameters, batches):
+    """Return g_j, the gradient of the mean loss of each micro-batch, as lists of tensors."""
+    gradients = []
+    for batch in batches:
+        for p in parameters:
+            p.grad = None
+        loss_fn(batch).mean().backward()
+        gradients.append([None if p.grad is None else wide(p.grad) for p in parameters])
+    for p in parameters:
+        p.grad = None
+    return gradients
+
+
+def norm(gradient):
+    return math.sqrt(sum((abs(t) ** 2).sum().item() for t in gradient if t is not None))
+
+
+def clipped_gradient(gradients, sizes, weigh, reduction="mean", b=None, domains=None):
+    """Return sum_j (size_j / total size) w_j g_j, with the weights found within each domain."""
+    norms, weights = [norm(g) for g in gradients], [0.0] * len(sizes)
+    domains = domains or [None] * len(sizes)
+    for domain in set(domains):
+        rows = [j for j in range(len(sizes)) if domains[j] == domain and norms[j] > 0]
+        found = weigh([norms[j] for j in rows], [sizes[j] for j in rows])
+        for j, w in zip(rows, found, strict=True):
             weights[j] = w
     divisor = sum(sizes) if reduction == "mean" else min(b, sum(sizes))
-    result = []
-    for column in zip(*stored, strict=True):
-        terms = [w * s / divisor * g.to(wide(g)) for g, w, s in zip(column, weights, sizes, strict=True) if g is not None]
-        result.append(sum(terms) if terms else None)
-    return result, norms, weights
+    shares = [w * size / divisor for w, size in zip(weights, sizes, strict=True)]
+    return weighted_sum(gradients, shares), norms, weights
+
+
+def weighted_sum(gradients, shares):
+    total = []
+    for column in zip(*gradients, strict=True):
+        terms = [s * t for s, t in zip(shares, column, strict=True) if t is not None]
+        total.append(sum(terms) if terms else None)
+    return total
 
 
 def wide(tensor):
-    return torch.complex128 if tensor.is_complex() else torch.float64
+    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64, copy=True)
 
 
-def _quantile(norms, sizes, q):
-    pairs, reached = sorted(zip(norms, sizes, strict=True)), 0
-    for norm, size in pairs:
+def quantile(norms, sizes, q):
+    reached = 0
+    for n, size in sorted(zip(norms, sizes, strict=True)):
         reached += size
         if reached >= q * sum(sizes) - 1e-6:
-            return norm
-    return pairs[-1][0]
+            return n
 
 
-def _clip(bound):
-    return lambda n, s: [min(1.0, bound(n, s) / x) for x in n]
+def mean(norms, sizes):
+    return sum(n * size for n, size in zip(norms, sizes, strict=True)) / sum(sizes)
 
 
-def _rescale(bound):
-    return lambda n, s: [bound(n, s) / x for x in n]
+def clip(bound):
+    return lambda norms, sizes: [min(1.0, bound(norms, sizes) / n) for n in norms]
 
 
-def _mean(n, s):
-    return sum(x * y for x, y in zip(n, s, strict=True)) / sum(s)
+def rescale(bound):
+    return lambda norms, sizes: [bound(norms, sizes) / n for n in norms]
 
 
 WEIGH = {
-    "MinNorm()": _rescale(lambda n, s: min(n)),
-    "Unit()": _rescale(lambda n, s: 1.0),
-    "Fixed(c=0.5)": _clip(lambda n, s: 0.5),
-    "Median(rescale=False)": _clip(lambda n, s: _quantile(n, s, 0.5)),
-    "Median(rescale=True)": _rescale(lambda n, s: _quantile(n, s, 0.5)),
-    "Mean(rescale=False)": _clip(_mean),
-    "Mean(rescale=True)": _rescale(_mean),
-    "Quantile(q=0.25, rescale=False)": _clip(lambda n, s: _quantile(n, s, 0.25)),
-    "Automatic(gamma=0.01)": lambda n, s: [1 / (x + 0.01) for x in n],
+    "MinNorm()": rescale(lambda norms, sizes: min(norms)),
+    "Unit()": rescale(lambda norms, sizes: 1.0),
+    "Fixed(c=0.5)": clip(lambda norms, sizes: 0.5),
+    "Median(rescale=False)": clip(lambda norms, sizes: quantile(norms, sizes, 0.5)),
+    "Median(rescale=True)": rescale(lambda norms, sizes: quantile(norms, sizes, 0.5)),
+    "Mean(rescale=False)": clip(mean),
+    "Mean(rescale=True)": rescale(mean),
+    "Quantile(q=0.25, rescale=False)": clip(lambda norms, sizes: quantile(norms, sizes, 0.25)),
+    "Automatic(gamma=0.01)": lambda norms, sizes: [1 / (n + 0.01) for n in norms],
 }

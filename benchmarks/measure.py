@@ -1,0 +1,61 @@
+"""Measuring side by side: interleaved times as ratios, and peak memory to the byte."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+Step = Callable[[], object]
+
+
+def interleaved(steps: dict[str, Step], rounds: int, warmup: int = 2) -> dict[str, list[float]]:
+    """Return the seconds that each step took in each round; a round runs each of them once.
+
+    The order turns by one every round, so that nobody always runs after the same neighbour.
+    """
+    names = list(steps)
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    for turn in range(warmup + rounds):
+        shift = turn % len(names)
+        for name in names[shift:] + names[:shift]:
+            start = time.perf_counter()
+            steps[name]()
+            if turn >= warmup:
+                seconds[name].append(time.perf_counter() - start)
+    return seconds
+
+
+def ratio(seconds: dict[str, list[float]], name: str, base: str) -> tuple[float, float, float]:
+    """Return the median and the quartiles of the ratio to a base, taken within each round."""
+    ratios = [a / b for a, b in zip(seconds[name], seconds[base], strict=True)]
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    return middle, low, high
+
+
+def peak_memory(step: Step) -> int:
+    """Return how many bytes of CPU tensors were alive at once, above what was alive before.
+
+    Counted from the allocator's own events, so it does not depend on what the system does.
+    """
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        step()
+    alive = peak = 0
+    for event in _allocations(recorded):
+        alive += event
+        peak = max(peak, alive)
+    return peak
+
+
+def _allocations(recorded: profile) -> list[int]:
+    """Return bytes allocated (positive) and freed (negative) in the order they happened."""
+    results = recorded.profiler.kineto_results  # type: ignore[union-attr]
+    events = [
+        e
+        for e in results.events()
+        if e.name() == "[memory]" and e.device_type() == torch.autograd.DeviceType.CPU
+    ]
+    return [e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())]

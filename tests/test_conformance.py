@@ -1,0 +1,80 @@
+"""Every engine against the twin, and every property, over rules x engines x models x sizes x dtypes."""
+
+import properties
+import pytest
+import torch
+import zoo
+from properties import RESCALING, RULES, SCALE_FREE, Cell, engines_for
+
+DTYPES = (torch.float32, torch.float64)
+
+
+def cells(models=zoo.MODELS, rules=RULES, sizes=(2,), dtypes=DTYPES, **options):
+    return [
+        Cell(model, rule, engine, b, dtype, **options)
+        for model in models
+        for dtype in dtypes
+        for b in sizes
+        for rule in rules
+        for engine in engines_for(rule)
+    ]
+
+
+over = lambda *found: pytest.mark.parametrize("cell", sum(found, []), ids=str)  # noqa: E731
+
+
+@over(
+    cells(sizes=(1, 2, 3, 7)),
+    cells(sizes=(2,), domains=True),
+    cells(sizes=(3,), reduction="sum", dtypes=(torch.float64,)),
+)
+def test_equals_twin(cell):
+    properties.assert_equals_twin(cell)
+
+
+@over(cells(rules=SCALE_FREE, sizes=(7, 16, None), dtypes=(torch.float32,)))
+def test_one_microbatch_is_plain(cell):
+    properties.assert_one_microbatch_is_plain(cell)
+
+
+@over(cells(dtypes=(torch.float64,)))
+def test_permutation_invariant(cell):
+    properties.assert_permutation_invariant(cell)
+
+
+@over(cells(rules=[*SCALE_FREE, "Unit()"], dtypes=(torch.float64,)))
+def test_scales_with_loss(cell):
+    properties.assert_scales_with_loss(cell)
+
+
+@over(cells(sizes=(1, 3, 16), models=["mlp", "gpt", "lstm"], dtypes=(torch.float64,)))
+def test_sum_is_mean_times_count(cell):
+    properties.assert_sum_is_mean_times_count(cell)
+
+
+@over(cells(sizes=(3,), dtypes=(torch.float64,)), cells(domains=True, dtypes=(torch.float32,)))
+def test_clipped_norms_meet_bound(cell):
+    properties.assert_clipped_norms_meet_bound(cell)
+
+
+@over(cells(dtypes=(torch.float64,)))
+def test_domains_separate(cell):
+    properties.assert_domains_separate(cell)
+
+
+@over(cells(rules=["MinNorm()", "Median(rescale=False)"], sizes=(3,), dtypes=(torch.float32,)))
+def test_grad_survives_an_error(cell):
+    properties.assert_grad_survives_an_error(cell)
+
+
+@over(cells(rules=["MinNorm()", "Median(rescale=False)"], dtypes=(torch.float32,)))
+def test_adds_to_grad(cell):
+    properties.assert_adds_to_grad(cell)
+
+
+def test_every_rule_is_in_the_suite():
+    from microclip import rules
+
+    shipped = {name for name in rules.__all__ if name != "Rule"}
+    assert {type(rule).__name__ for rule in RULES.values()} == shipped
+    assert set(RESCALING) < set(RULES)
