@@ -141,7 +141,7 @@ class MinNorm(_FromNorms):
     rescale = True
 
     def bound(self, norms: Tensor, sizes: Tensor) -> Tensor:
-        """Return min_j |g_j|."""
+        """Return the smallest norm."""
         return minimum(norms)
 
 

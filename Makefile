@@ -1,0 +1,53 @@
+# Each target sets up what it needs in .venv, once; a changed pyproject.toml or constraints.txt
+# sets it up again. PYTHON=python3.12 make test chooses another interpreter.
+
+PYTHON ?= python3
+BIN := .venv/bin
+# pip and not uv: the CPU build of torch that constraints.txt pins is found by pip alone.
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint format bench docs clean
+
+help: ## say what there is
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+demo: .venv/.demo ## train on digits with wrong labels; ends with a page to look at (2 minutes)
+	$(BIN)/microclip demo
+
+test: .venv/.dev ## run all tests, with the coverage of the package
+	$(BIN)/python -m pytest -q -n auto --maxprocesses 8 --cov --cov-fail-under=95
+
+lint: .venv/.dev ## ruff and mypy --strict
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: .venv/.dev ## let ruff format and mend
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: .venv/.dev ## what clipping costs, side by side with plain training (5 minutes)
+	$(BIN)/python benchmarks/stream_cost.py
+	$(BIN)/python benchmarks/import_time.py
+
+docs: .venv/.dev ## build the documentation into docs/_build
+	$(BIN)/sphinx-build -W --keep-going -q -b html docs docs/_build
+	@echo "docs/_build/index.html"
+
+clean: ## remove what the targets made
+	rm -rf .venv docs/_build demo-output
+
+.venv/.base: constraints.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; v = "%d.%d" % sys.version_info[:2]; sys.exit(0 if sys.version_info >= (3, 11) else "microclip needs Python 3.11 or newer, but $(PYTHON) is " + v + ". Try: make PYTHON=python3.12")'
+	$(PYTHON) -m venv .venv
+	$(PIP) hatchling editables
+	@touch $@
+
+.venv/.demo: .venv/.base
+	$(PIP) --no-build-isolation -e '.[demo]'
+	@touch $@
+
+.venv/.dev: .venv/.base
+	$(PIP) --no-build-isolation -e '.[dev]'
+	@touch $@ .venv/.demo
