@@ -73,6 +73,17 @@ class TestBuffers:
             assert torch.equal(buffer, dict(twin.named_buffers())[name])
         assert model[0].num_batches_tracked == 3
 
+    @pytest.mark.parametrize("engine", ENGINES)
+    def test_a_skipped_microbatch_was_seen_all_the_same(self, engine):
+        model = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1))
+        factors = torch.tensor([1.0] * 4 + [torch.inf] * 4)
+        with pytest.warns(RuntimeWarning, match="Left 1 of 2"):
+            Clipper(model, 4, engine=engine, nonfinite="skip").backward(
+                lambda batch: (model(batch[0]).squeeze(1) * batch[1]).mean(),
+                (torch.randn(8, 3), factors),
+            )
+        assert model[0].num_batches_tracked == 2
+
 
 class NoReading(TorchDispatchMode):
     """Fails on every operation that would make a host wait for an accelerator."""
