@@ -10,13 +10,15 @@ an interleaved run, median with quartiles; memory is the peak of live tensors, t
 from __future__ import annotations
 
 import argparse
+from functools import partial
 
 import torch
-from measure import Step, interleaved, peak_memory, ratio
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from microclip import Clipper
+
+from measure import Step, interleaved, peak_memory, ratio
 
 VOCABULARY, WIDTH, DEPTH, HEADS, TOKENS = 1024, 224, 4, 4, 64
 
@@ -68,15 +70,9 @@ def main() -> None:
     print("memory: peak above plain accumulation's, in gradient buffers\n")
     print(f"{'b':>4}  {'stream time':>22} {'memory':>7}  {'two_pass time':>22} {'memory':>7}")
     for b in options.sizes:
-        steps = {
-            "plain": lambda b=b: accumulate(model, loss_fn, batch, b),
-            **{
-                engine: lambda clipper=Clipper(model, b, engine=engine): clip(
-                    clipper, loss_fn, batch
-                )
-                for engine in ("stream", "two_pass")
-            },
-        }
+        steps = {"plain": partial(accumulate, model, loss_fn, batch, b)}
+        for engine in ("stream", "two_pass"):
+            steps[engine] = partial(clip, Clipper(model, b, engine=engine), loss_fn, batch)
         seconds = interleaved(steps, options.rounds)
         peaks = {name: peak_from_nothing(model, step) for name, step in steps.items()}
         cells = []

@@ -7,12 +7,13 @@ same functions.
 from dataclasses import dataclass
 from functools import cache
 
-import reference
 import torch
-import zoo
 
 from microclip import Clipper, rules
 from microclip.microbatches import cut
+
+import reference
+import zoo
 
 RULES = {
     repr(rule): rule

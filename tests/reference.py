@@ -5,6 +5,7 @@ once more, as formulas on lists of floats, so that an error in `microclip.rules`
 """
 
 import math
+from itertools import accumulate
 
 import torch
 
@@ -53,11 +54,9 @@ def wide(tensor):
 
 
 def quantile(norms, sizes, q):
-    reached = 0
-    for n, size in sorted(zip(norms, sizes, strict=True)):
-        reached += size
-        if reached >= q * sum(sizes) - 1e-6:
-            return n
+    pairs = sorted(zip(norms, sizes, strict=True))
+    reached = accumulate(size for _, size in pairs)
+    return next(n for (n, _), r in zip(pairs, reached, strict=True) if r >= q * sum(sizes) - 1e-6)
 
 
 def mean(norms, sizes):

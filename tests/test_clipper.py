@@ -2,9 +2,7 @@
 
 import math
 
-import properties
 import pytest
-import reference
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,6 +11,9 @@ from torch.nn import functional as F
 
 from microclip import Clipper, Outcome, rules
 from microclip.microbatches import cut
+
+import properties
+import reference
 
 
 @pytest.fixture

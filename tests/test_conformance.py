@@ -1,8 +1,9 @@
-"""Every engine against the twin, and every property, over rules x engines x models x sizes x dtypes."""
+"""Every engine against the twin, every property, over rules x models x sizes x dtypes."""
 
-import properties
 import pytest
 import torch
+
+import properties
 import zoo
 from properties import RESCALING, RULES, SCALE_FREE, Cell, engines_for
 
@@ -20,7 +21,8 @@ def cells(models=zoo.MODELS, rules=RULES, sizes=(2,), dtypes=DTYPES, **options):
     ]
 
 
-over = lambda *found: pytest.mark.parametrize("cell", sum(found, []), ids=str)  # noqa: E731
+def over(*found):
+    return pytest.mark.parametrize("cell", [cell for some in found for cell in some], ids=str)
 
 
 @over(

@@ -1,14 +1,10 @@
-"""What engines do beside the gradient: randomness, buffers, memory, devices, and who they work with."""
+"""What engines do beside the gradient: randomness, buffers, memory, devices, their company."""
 
 import random
 import warnings
 
-import properties
 import pytest
-import reference
 import torch
-import zoo
-from measure import peak_memory
 from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -16,6 +12,11 @@ from torch.utils.checkpoint import checkpoint
 
 from microclip import Clipper, multitensor, rules
 from microclip.microbatches import cut
+
+import properties
+import reference
+import zoo
+from measure import peak_memory
 
 ENGINES = ["stream", "two_pass"]
 

@@ -24,7 +24,7 @@ def pins():
 
 
 def requirements(extra=None):
-    """Return the names a requirement list of pyproject.toml asks for, extras of our own resolved."""
+    """Return the names that a requirement list asks for, extras of our own resolved."""
     listed = PROJECT["dependencies"] if extra is None else PROJECT["optional-dependencies"][extra]
     for requirement in listed:
         if own := re.match(r"microclip\[(.*)\]", requirement):

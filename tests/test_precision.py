@@ -2,15 +2,16 @@
 
 import math
 
-import properties
 import pytest
-import reference
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 from microclip import Clipper, multitensor, rules
 from microclip.microbatches import cut
+
+import properties
+import reference
 
 HALF = [torch.float16, torch.bfloat16]
 
@@ -85,7 +86,7 @@ def test_autocast(where, engine):
 
 @pytest.mark.parametrize("rule", list(properties.RULES.values()), ids=repr)
 def test_grad_scaler(rule):
-    """Norms are those of the unscaled loss, so that bounds mean what they say; `.grad` is scaled."""
+    """Norms are those of the unscaled loss, so bounds mean what they say; `.grad` is scaled."""
     model, batch = classifier(), data(12)
     plain = Clipper(model, 4, rule=rule).backward(loss_of(model), batch)
     wanted = gradient(model)

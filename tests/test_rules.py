@@ -4,12 +4,13 @@ import math
 
 import pytest
 import torch
-from properties import RULES, SCALE_FREE
-from reference import WEIGH
 from torch import Tensor
 
 from microclip import rules
 from microclip.rules import apply
+
+from properties import RULES, SCALE_FREE
+from reference import WEIGH
 
 NAN, INF = math.nan, math.inf
 

@@ -31,6 +31,27 @@ class Microbatch:
     ids: tuple[Hashable, ...]  # positions in the mini-batch when none were given
 
 
+class Cuts(list[Microbatch]):
+    """The micro-batches of a batch; `whole` is the batch with its examples in the same order."""
+
+    def __init__(self, batch: Any) -> None:
+        super().__init__()
+        self._batch = batch
+        self._positions: list[int] = []
+
+    def add(self, positions: Sequence[int], domain: Hashable, ids: tuple[Hashable, ...]) -> None:
+        """Cut the examples at these positions out as the next micro-batch."""
+        self.append(Microbatch(_select(self._batch, positions), len(positions), domain, ids))
+        self._positions.extend(positions)
+
+    @property
+    def whole(self) -> Any:
+        """All the examples, micro-batch after micro-batch."""
+        if self._positions == list(range(len(self._positions))):
+            return self._batch
+        return _select(self._batch, self._positions)
+
+
 def cut(
     batch: Any,
     microbatch_size: int | None,
@@ -38,7 +59,7 @@ def cut(
     domains: Domains | None = None,
     ids: Ids | None = None,
     first_position: int = 0,
-) -> list[Microbatch]:
+) -> Cuts:
     """Cut a batch into micro-batches of `microbatch_size` examples (None: the whole batch).
 
     With `domains`, the examples are first sorted by domain (a stable sort), so that no micro-batch
@@ -52,16 +73,12 @@ def cut(
     size = count_examples(batch)
     names = _as_list(ids, "ids", size) or list(range(first_position, first_position + size))
     labels = _as_list(domains, "domains", size)
-    cuts = []
+    cuts = Cuts(batch)
     for domain, positions in _by_domain(labels, size):
         step = len(positions) if microbatch_size is None else microbatch_size
         for start in range(0, len(positions), step):
             chosen = positions[start : start + step]
-            cuts.append(
-                Microbatch(
-                    _select(batch, chosen), len(chosen), domain, tuple(names[i] for i in chosen)
-                )
-            )
+            cuts.add(chosen, domain, tuple(names[i] for i in chosen))
     return cuts
 
 
@@ -85,7 +102,7 @@ def check_size(microbatch_size: object) -> int | None:
 def count_examples(batch: Any) -> int:
     """Return the length of the first dimension that all tensors of the batch share."""
     first_name, size = "", -1
-    for name, leaf in _tensors(batch, "batch"):
+    for name, leaf in tensors_of(batch):
         if size < 0:
             first_name, size = name, leaf.shape[0]
         elif leaf.shape[0] != size:
@@ -108,7 +125,7 @@ def count_examples(batch: Any) -> int:
 def _select(batch: Any, positions: Sequence[int]) -> Any:
     """Return the batch with only these examples: views where they are neighbours, else copies."""
     start, stop = positions[0], positions[-1] + 1
-    if stop - start == len(positions):
+    if list(positions) == list(range(start, stop)):
         return _map(lambda leaf: leaf[start:stop], batch)
     chosen = torch.tensor(positions)
     return _map(lambda leaf: leaf.index_select(0, chosen.to(leaf.device)), batch)
@@ -149,14 +166,14 @@ def _as_list(labels: Tensor | Sequence[Hashable] | None, what: str, size: int) -
     return found
 
 
-def _tensors(node: Any, name: str) -> Iterator[tuple[str, Tensor]]:
+def tensors_of(node: Any, name: str = "batch") -> Iterator[tuple[str, Tensor]]:
     """Yield every tensor that will be cut, with a name a user can find it by."""
     if isinstance(node, Tensor):
         if node.dim() > 0:
             yield name, node
         return
     for key, child in _children(node):
-        yield from _tensors(child, f"{name}{key}")
+        yield from tensors_of(child, f"{name}{key}")
 
 
 def _children(node: Any) -> list[tuple[str, Any]]:

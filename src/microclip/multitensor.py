@@ -69,6 +69,21 @@ def _block_norms(tensors: list[Tensor]) -> Tensor:
     return torch.cat(blocks)
 
 
+def squared_norms(tensors: Tensor) -> Tensor:
+    """Return the squared L2 norm of each entry along the first dimension, added up widely."""
+    if tensors.is_complex():
+        tensors = torch.view_as_real(tensors)
+    flat = tensors.reshape(len(tensors), -1)
+    flat = flat.to(accumulation_dtype(flat))
+    wide = widest(tensors.device)
+    end = flat.shape[1] % BLOCK
+    total = flat[:, flat.shape[1] - end :].square().sum(1, dtype=wide)
+    if flat.shape[1] > end:
+        rows = flat[:, : flat.shape[1] - end].reshape(len(flat), -1, BLOCK)
+        total = total + torch.linalg.vector_norm(rows, dim=2).to(wide).square().sum(1)
+    return total
+
+
 def _flat(tensor: Tensor) -> Tensor:
     """Return the elements in a row, in whatever order the memory has them."""
     if not tensor.is_contiguous():

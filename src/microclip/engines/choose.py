@@ -7,15 +7,16 @@ from typing import Literal, get_args
 import torch
 from torch import nn
 
+from microclip.engines.fused.engine import Fused
 from microclip.engines.gradients import trainable
 from microclip.engines.stream import Stream
 from microclip.engines.tally import Tally
 from microclip.engines.two_pass import TwoPass
 from microclip.rules import Rule
 
-EngineName = Literal["auto", "stream", "two_pass"]
+EngineName = Literal["auto", "stream", "two_pass", "fused"]
 ENGINES: tuple[str, ...] = get_args(EngineName)
-Engine = Stream | TwoPass
+Engine = Stream | TwoPass | Fused
 
 
 def check(name: EngineName, rule: Rule) -> None:
@@ -42,4 +43,6 @@ def choose(
     parameters = trainable(model)
     if alone or name == "stream" or (name == "auto" and tally.policy.rule.streams):
         return Stream(parameters, tally, scaler)
+    if name == "fused":
+        return Fused(model, parameters, tally, scaler)
     return TwoPass(model, parameters, tally, scaler)

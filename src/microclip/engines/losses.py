@@ -16,26 +16,31 @@ LossFn = Callable[[Any], Tensor]
 
 def evaluate(loss_fn: LossFn, microbatch: Microbatch) -> tuple[Tensor, Tensor | None]:
     """Return the mean loss of a micro-batch and, if `loss_fn` gives them, the examples' losses."""
-    loss = loss_fn(microbatch.batch)
+    loss = call(loss_fn, microbatch.batch, microbatch.size)
+    if loss.dim() == 1 and loss.numel() == microbatch.size:
+        return loss.mean(), loss.detach()
+    return loss.reshape(()), None
+
+
+def call(loss_fn: LossFn, batch: Any, size: int) -> Tensor:
+    """Return what `loss_fn` gives for a batch, if it is a loss that can be worked with."""
+    loss = loss_fn(batch)
     if not isinstance(loss, Tensor):
         raise TypeError(
             f"loss_fn must return a tensor, but returned {type(loss).__name__}."
             + (" Return its .loss." if hasattr(loss, "loss") else "")
         )
-    one_per_example = loss.dim() == 1 and loss.numel() == microbatch.size
-    if not one_per_example and loss.numel() != 1:
+    if loss.numel() != 1 and loss.shape != (size,):
         raise ValueError(
             "loss_fn must return a scalar (the mean loss) or one loss per example, but for "
-            f"{microbatch.size} examples it returned a tensor of shape {tuple(loss.shape)}."
+            f"{size} examples it returned a tensor of shape {tuple(loss.shape)}."
         )
     if not loss.requires_grad:
         raise RuntimeError(
             "The loss that loss_fn returned has no graph to differentiate: it was detached, "
             "computed under torch.no_grad(), or does not depend on a trainable parameter."
         )
-    if one_per_example:
-        return loss.mean(), loss.detach()
-    return loss.reshape(()), None
+    return loss
 
 
 def backward(loss: Tensor, scaler: GradScaler | None) -> None:

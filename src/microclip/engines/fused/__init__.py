@@ -1,0 +1,10 @@
+"""The single-pass engine: one forward and one backward over the whole batch, for every b.
+
+The gradient of a weight that multiplies rows is a sum of outer products, one per row: of what went
+in and the gradient of what came out. So one ordinary backward pass holds everything: the norm of
+each micro-batch's part of the sum and, once the rule has spoken, the weighted sum itself.
+
+`record` keeps the weights' own gradient work out of the backward pass and notes each use of a
+parameter instead; `rows` and `formed` are the algebra of the two kinds of uses; `engine` ties
+them together.
+"""

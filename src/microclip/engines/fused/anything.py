@@ -1,0 +1,116 @@
+"""Functions without an algebra of their own: repeated micro-batch by micro-batch, vectorised."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from microclip.engines.fused.groups import Block
+from microclip.engines.fused.record import CannotFuseError, Handler, Recorder, apply, map_tensors
+from microclip.engines.fused.uses import Formed
+
+
+class _Anything(torch.autograd.Function):
+    """Some function of tensors that follow the examples, and of parameters kept out."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, run: Handler, note: Handler, *inputs: Tensor) -> Any:
+        ctx.run, ctx.note = run, note
+        ctx.save_for_backward(*inputs)
+        return run(inputs)
+
+    @staticmethod
+    def backward(ctx: Any, d: Tensor) -> Any:
+        inputs = ctx.saved_tensors
+        wanted = [i for i, needed in enumerate(ctx.needs_input_grad[3:]) if needed]
+        ctx.note(inputs, d)
+        gradients: list[Tensor | None] = [None] * len(inputs)
+        if wanted:
+            with torch.enable_grad():
+                again = [x.detach().requires_grad_(i in wanted) for i, x in enumerate(inputs)]
+                found = torch.autograd.grad(ctx.run(again), [again[i] for i in wanted], d)
+            for i, gradient in zip(wanted, found, strict=True):
+                gradients[i] = gradient
+        return (None, None, None, *gradients)
+
+
+def anything(recorder: Recorder, func: Any, args: Any, kwargs: Any) -> Any:
+    """Run a function, and find what its parameters' micro-batch gradients are afterwards."""
+    inputs: list[Tensor] = []  # follow the examples
+    kept: list[Tensor] = []  # recorded
+    names: list[str] = []
+
+    def sort(tensor: Tensor) -> Any:
+        name = recorder.name(tensor)
+        if name is not None:
+            names.append(name)
+            kept.append(tensor.detach())
+            return _Slot(False, len(kept) - 1)
+        if recorder.follows(tensor):
+            recorder.check(tensor, None)
+            inputs.append(tensor)
+            return _Slot(True, len(inputs) - 1)
+        return tensor
+
+    call = map_tensors(sort, (list(args), kwargs))
+
+    def run(xs: Any, parameters: Any = kept) -> Any:
+        positional, named = _fill(call, xs, parameters)
+        return func(*positional, **named)
+
+    label = getattr(func, "__name__", str(func))
+
+    def note(xs: tuple[Tensor, ...], d: Tensor) -> None:
+        parts: list[list[Tensor]] = [[] for _ in kept]
+        for block in recorder.groups:
+            pieces = [_pieces(recorder, block, x) for x in xs]
+            outputs = _pieces(recorder, block, d)
+
+            def one(piece: list[Tensor], output: Tensor) -> Any:
+                back = torch.func.vjp(lambda *parameters: run(piece, parameters), *kept)[1]
+                return back(output)
+
+            try:
+                found = torch.func.vmap(one)(pieces, outputs)
+            except RuntimeError as error:
+                raise CannotFuseError(
+                    f"The single-pass engine has no algebra for {label}() on parameter "
+                    f"{names[0]!r}, and it cannot be vectorised: {error}"
+                ) from error
+            for part, gradient in zip(parts, found, strict=True):
+                part.append(gradient)
+        for name, part in zip(names, parts, strict=True):
+            recorder.on_use(name, Formed(torch.cat(part)))
+
+    recorder.expect(*names)
+    result = apply(_Anything, recorder.anchor, run, note, *inputs)
+    if not isinstance(result, Tensor):
+        raise CannotFuseError(
+            f"The single-pass engine has no algebra for {label}() on parameter {names[0]!r}."
+        )
+    recorder.check(result, names[0])
+    return result
+
+
+class _Slot:
+    """A place among arguments where a tensor goes."""
+
+    def __init__(self, follows: bool, index: int) -> None:
+        self.follows = follows
+        self.index = index
+
+
+def _fill(tree: Any, inputs: Any, kept: Any) -> Any:
+    if isinstance(tree, _Slot):
+        return (inputs if tree.follows else kept)[tree.index]
+    if isinstance(tree, dict):
+        return {key: _fill(value, inputs, kept) for key, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        return type(tree)([_fill(value, inputs, kept) for value in tree])
+    return tree
+
+
+def _pieces(recorder: Recorder, block: Block, tensor: Tensor) -> Tensor:
+    return block.of(tensor, tensor.shape[0] // recorder.groups.examples)
