@@ -30,8 +30,13 @@ DOMAINS = ["en", "de", "en", "de", "en", "fr", "en"]
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12}
 
 
-def engines_for(rule_name):
-    return ("stream", "two_pass") if RULES[rule_name].streams else ("two_pass",)
+def engines_for(rule_name, model="mlp"):
+    engines = ["two_pass"]
+    if RULES[rule_name].streams:
+        engines.append("stream")
+    if model not in zoo.CANNOT_FUSE:
+        engines.append("fused")
+    return engines
 
 
 @dataclass(frozen=True)
@@ -52,6 +57,12 @@ class Cell:
     @property
     def case(self):
         return zoo.case(self.model, self.dtype)
+
+    @property
+    def loss_fn(self):
+        """One loss per example for the engine that needs it, else what the case has."""
+        each = self.case.each_loss_fn
+        return each if each is not None and self.engine == "fused" else self.case.loss_fn
 
     @property
     def labels(self):
@@ -75,7 +86,7 @@ class Cell:
         case.model.zero_grad(set_to_none=True)
         batch = case.batch if batch is None else batch
         outcome = self.clipper().backward(
-            loss_fn or case.loss_fn, batch, domains=domains or self.labels
+            loss_fn or self.loss_fn, batch, domains=domains or self.labels
         )
         gradient = [p.grad for p in case.parameters]
         case.model.zero_grad(set_to_none=True)
@@ -83,12 +94,16 @@ class Cell:
 
 
 @cache
-def stored_gradients(model, dtype, b, domains):
-    """Return the twin's micro-batch gradients, sizes and domains; the same for all rules."""
+def stored_gradients(model, dtype, b, domains, each=False):
+    """Return the twin's micro-batch gradients, sizes and domains; the same for all rules.
+
+    `each`: from the loss per example, which need not round as the model's own mean does.
+    """
     case = zoo.case(model, dtype)
+    loss_fn = case.each_loss_fn if each and case.each_loss_fn else case.loss_fn
     pieces = cut(case.batch, b, domains=DOMAINS if domains else None)
     gradients = reference.microbatch_gradients(
-        case.loss_fn, case.parameters, [piece.batch for piece in pieces]
+        loss_fn, case.parameters, [piece.batch for piece in pieces]
     )
     return gradients, [piece.size for piece in pieces], [piece.domain for piece in pieces]
 
@@ -104,7 +119,9 @@ def assert_close(found, expected, tolerance):
 
 
 def assert_equals_twin(cell):
-    gradients, sizes, domains = stored_gradients(cell.model, cell.dtype, cell.b, cell.domains)
+    gradients, sizes, domains = stored_gradients(
+        cell.model, cell.dtype, cell.b, cell.domains, cell.engine == "fused"
+    )
     expected, norms, weights = reference.clipped_gradient(
         gradients, sizes, reference.WEIGH[cell.rule], cell.reduction, cell.b, domains
     )
@@ -121,7 +138,7 @@ def assert_one_microbatch_is_plain(cell):
     """Bit for bit, whether the size is exactly the batch's, larger, or not given."""
     case = cell.case
     case.model.zero_grad(set_to_none=True)
-    case.loss_fn(case.batch).mean().backward()
+    cell.loss_fn(case.batch).mean().backward()
     plain = [p.grad for p in case.parameters]
     found, outcome = cell.run()
     assert len(outcome) == 1
@@ -144,8 +161,7 @@ def assert_permutation_invariant(cell):
 
 def assert_scales_with_loss(cell, factor=8.0):
     """A loss k times as large gives a gradient k times as large; `Unit` does not notice."""
-    case = cell.case
-    scaled, _ = cell.run(loss_fn=lambda batch: factor * case.loss_fn(batch))
+    scaled, _ = cell.run(loss_fn=lambda batch: factor * cell.loss_fn(batch))
     plain, _ = cell.run()
     expected = factor if cell.rule in SCALE_FREE else 1.0
     assert_close(scaled, [None if t is None else expected * t for t in plain], cell.tolerance)
@@ -193,9 +209,9 @@ def assert_grad_survives_an_error(cell):
 
     def raises_at_the_end(batch):
         calls.append(batch)
-        if len(calls) == len(cut(case.batch, cell.b)):
+        if cell.engine == "fused" or len(calls) == len(cut(case.batch, cell.b)):
             raise OSError("the data has gone")
-        return case.loss_fn(batch)
+        return cell.loss_fn(batch)
 
     clipper = cell.clipper()
     try:
@@ -209,7 +225,7 @@ def assert_grad_survives_an_error(cell):
         assert torch.equal(before, torch.full_like(p, 3.0))
         assert not p._post_accumulate_grad_hooks
         p.grad = None
-    clipper.backward(case.loss_fn, case.batch)  # and the clipper can go on
+    clipper.backward(cell.loss_fn, case.batch)  # and the clipper can go on
     case.model.zero_grad(set_to_none=True)
 
 
@@ -220,7 +236,7 @@ def assert_adds_to_grad(cell):
     for p in case.parameters:
         p.grad = torch.full_like(p, 2.0)
     kept = [p.grad for p in case.parameters]
-    cell.clipper().backward(case.loss_fn, case.batch)
+    cell.clipper().backward(cell.loss_fn, case.batch)
     for p, before, gradient in zip(case.parameters, kept, fresh, strict=True):
         assert p.grad is before
         added = torch.full_like(p, 2.0) if gradient is None else 2.0 + gradient

@@ -337,7 +337,7 @@ class TestBadInput:
     @pytest.mark.parametrize(
         ("options", "message"),
         [
-            ({"engine": "steam"}, "one of 'auto', 'stream', 'two_pass', but got 'steam'"),
+            ({"engine": "steam"}, "one of 'auto', 'stream', 'two_pass', 'fused', but got 'steam'"),
             ({"reduction": "none"}, "reduction must be one of 'mean', 'sum', but got 'none'"),
             ({"nonfinite": "ignore"}, "'propagate', 'skip', 'raise', but got 'ignore'"),
             ({"engine": "stream", "rule": rules.Median()}, "needs all norms .* or rescale=True"),

@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from microclip import Clipper
+
 import properties
 import zoo
 from properties import RESCALING, RULES, SCALE_FREE, Cell, engines_for
@@ -17,7 +19,7 @@ def cells(models=zoo.MODELS, rules=RULES, sizes=(2,), dtypes=DTYPES, **options):
         for dtype in dtypes
         for b in sizes
         for rule in rules
-        for engine in engines_for(rule)
+        for engine in engines_for(rule, model)
     ]
 
 
@@ -80,3 +82,15 @@ def test_every_rule_is_in_the_suite():
     shipped = {name for name in rules.__all__ if name != "Rule"}
     assert {type(rule).__name__ for rule in RULES.values()} == shipped
     assert set(RESCALING) < set(RULES)
+
+
+@pytest.mark.parametrize("model", zoo.CANNOT_FUSE)
+def test_what_cannot_be_fused_is_refused(model):
+    """With a reason, and with nothing changed."""
+    case = zoo.case(model, torch.float32)
+    before = [b.clone() for b in case.model.buffers()]
+    clipper = Clipper(case.model, 2, engine="fused")
+    with pytest.raises(NotImplementedError, match=zoo.CANNOT_FUSE[model]):
+        clipper.backward(case.each_loss_fn, case.batch)
+    assert all(p.grad is None for p in case.parameters)
+    assert all(torch.equal(a, b) for a, b in zip(before, case.model.buffers(), strict=True))

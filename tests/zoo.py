@@ -4,8 +4,8 @@ Seven is odd and prime on purpose: every micro-batch size but 1 and 7 leaves a r
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -22,24 +22,26 @@ class Case:
     model: nn.Module
     loss_fn: Callable[[Any], Tensor]
     batch: Any
+    each_loss_fn: Callable[[Any], Tensor] | None = None  # one per example, if loss_fn gives a mean
 
     @property
     def parameters(self):
         return [p for p in self.model.parameters() if p.requires_grad]
 
 
-def classifier(model, inputs, classes=5, per_example=False):
-    reduction = "none" if per_example else "mean"
-
-    def loss_fn(batch):
+def classifier(model, inputs, classes=5):
+    def loss_fn(batch, reduction="mean"):
         return F.cross_entropy(model(batch["x"]), batch["y"], reduction=reduction)
 
-    return Case(model, loss_fn, {"x": inputs, "y": torch.randint(0, classes, (EXAMPLES,))})
+    batch = {"x": inputs, "y": torch.randint(0, classes, (EXAMPLES,))}
+    return Case(model, loss_fn, batch, partial(loss_fn, reduction="none"))
 
 
 def mlp(dtype):
+    """Its loss_fn itself gives one loss per example."""
     model = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 5))
-    return classifier(model, torch.randn(EXAMPLES, 6, dtype=dtype), per_example=True)
+    case = classifier(model, torch.randn(EXAMPLES, 6, dtype=dtype))
+    return replace(case, loss_fn=case.each_loss_fn)
 
 
 def cnn_batchnorm(dtype):
@@ -53,6 +55,51 @@ def cnn_batchnorm(dtype):
         nn.Linear(54, 5),
     )
     return classifier(model, torch.randn(EXAMPLES, 2, 8, 8, dtype=dtype))
+
+
+def cnn_groupnorm(dtype):
+    model = nn.Sequential(
+        nn.Conv2d(2, 4, 3, padding="same"),
+        nn.GroupNorm(2, 4),
+        nn.ReLU(),
+        nn.Conv2d(4, 4, 3, stride=2, groups=4, bias=False),
+        nn.GroupNorm(2, 4),
+        nn.Flatten(),
+        nn.Linear(36, 5),
+    )
+    return classifier(model, torch.randn(EXAMPLES, 2, 8, 8, dtype=dtype))
+
+
+def convolutions(dtype):
+    """One and three dimensions, dilation, padding that is no number."""
+    model = nn.Sequential(
+        nn.Conv1d(2, 8, 3, padding=2, dilation=2),
+        nn.Unflatten(2, (2, 2, 3)),
+        nn.Conv3d(8, 3, 2, padding="valid", groups=1),
+        nn.Flatten(),
+        nn.RMSNorm(6),
+        nn.Linear(6, 5),
+    )
+    return classifier(model, torch.randn(EXAMPLES, 2, 12, dtype=dtype))
+
+
+class LowRank(nn.Module):
+    """A frozen linear layer with a trained correction of rank two, used twice."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.frozen = nn.Linear(width, width).requires_grad_(False)
+        self.down = nn.Parameter(torch.randn(2, width))
+        self.up = nn.Parameter(torch.randn(width, 2))
+
+    def forward(self, x):
+        return self.frozen(x) + x @ self.down.T @ self.up.T
+
+
+def low_rank(dtype):
+    layer = LowRank(6)
+    model = nn.Sequential(layer, nn.Tanh(), layer, nn.Linear(6, 5).requires_grad_(False))
+    return classifier(model, torch.randn(EXAMPLES, 6, dtype=dtype))
 
 
 class GPT(nn.Module):
@@ -179,9 +226,37 @@ def checkpointed_reentrant(dtype):
     return classifier(Checkpointed(True), torch.randn(EXAMPLES, 6, dtype=dtype))
 
 
-def with_labels(model, batch):
-    """A transformers model that computes its own mean loss, fed a BatchEncoding."""
-    return Case(model, lambda batch: model(**batch).loss, hf.BatchEncoding(batch))
+def with_labels(model, batch, each):
+    """A transformers model that computes its own mean loss, fed a BatchEncoding.
+
+    `each` gives one loss per example from the logits and the labels.
+    """
+    return Case(
+        model,
+        lambda batch: model(**batch).loss,
+        hf.BatchEncoding(batch),
+        lambda batch: each(model(**batch).logits, batch["labels"]),
+    )
+
+
+def each_class(logits, labels):
+    return F.cross_entropy(logits, labels, reduction="none")
+
+
+def each_token(logits, labels):
+    return F.cross_entropy(logits.mT, labels, reduction="none").mean(1)
+
+
+def each_next_token(logits, labels):
+    return each_token(logits[:, :-1], labels[:, 1:])
+
+
+def each_transcript(logits, labels):
+    probabilities = F.log_softmax(logits, dim=-1, dtype=torch.float32).transpose(0, 1)
+    frames = torch.full((len(labels),), logits.shape[1])
+    lengths = torch.full((len(labels),), labels.shape[1])
+    loss = F.ctc_loss(probabilities, labels, frames, lengths, blank=0, reduction="none")
+    return loss / labels.shape[1]
 
 
 def hf_gpt2(dtype):
@@ -190,7 +265,9 @@ def hf_gpt2(dtype):
         resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, bos_token_id=0, eos_token_id=0,
     )  # fmt: skip
     tokens = torch.randint(0, 17, (EXAMPLES, 6))
-    return with_labels(hf.GPT2LMHeadModel(config), {"input_ids": tokens, "labels": tokens})
+    return with_labels(
+        hf.GPT2LMHeadModel(config), {"input_ids": tokens, "labels": tokens}, each_next_token
+    )
 
 
 def hf_llama(dtype):
@@ -200,7 +277,9 @@ def hf_llama(dtype):
         bos_token_id=0, eos_token_id=0,
     )  # fmt: skip
     tokens = torch.randint(0, 17, (EXAMPLES, 6))
-    return with_labels(hf.LlamaForCausalLM(config), {"input_ids": tokens, "labels": tokens})
+    return with_labels(
+        hf.LlamaForCausalLM(config), {"input_ids": tokens, "labels": tokens}, each_next_token
+    )
 
 
 def hf_t5(dtype):
@@ -212,7 +291,7 @@ def hf_t5(dtype):
         "input_ids": torch.randint(1, 17, (EXAMPLES, 6)),
         "labels": torch.randint(1, 17, (EXAMPLES, 4)),
     }
-    return with_labels(hf.T5ForConditionalGeneration(config), batch)
+    return with_labels(hf.T5ForConditionalGeneration(config), batch, each_token)
 
 
 def hf_vit(dtype):
@@ -225,7 +304,38 @@ def hf_vit(dtype):
         "pixel_values": torch.randn(EXAMPLES, 1, 8, 8, dtype=dtype),
         "labels": torch.randint(0, 5, (EXAMPLES,)),
     }
-    return with_labels(hf.ViTForImageClassification(config), batch)
+    return with_labels(hf.ViTForImageClassification(config), batch, each_class)
+
+
+def hf_deit(dtype):
+    config = hf.DeiTConfig(
+        hidden_size=8, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16,
+        image_size=8, patch_size=4, num_channels=1, num_labels=5, layer_norm_eps=1e-6,
+        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    model = hf.DeiTForImageClassification(config)
+    for name, parameter in model.named_parameters():  # zero as built, which makes gradients huge
+        if "token" in name or "position" in name:
+            nn.init.trunc_normal_(parameter, std=0.02)
+    batch = {
+        "pixel_values": torch.randn(EXAMPLES, 1, 8, 8, dtype=dtype),
+        "labels": torch.randint(0, 5, (EXAMPLES,)),
+    }
+    return with_labels(model, batch, each_class)
+
+
+def hf_bert(dtype):
+    config = hf.BertConfig(
+        vocab_size=17, hidden_size=8, num_hidden_layers=2, num_attention_heads=2,
+        intermediate_size=16, max_position_embeddings=16, num_labels=5,
+        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    batch = {
+        "input_ids": torch.randint(0, 17, (EXAMPLES, 6)),
+        "attention_mask": torch.tensor([[1] * 6] * 4 + [[1] * 4 + [0] * 2] * 3),
+        "labels": torch.randint(0, 5, (EXAMPLES,)),
+    }
+    return with_labels(hf.BertForSequenceClassification(config), batch, each_class)
 
 
 def hf_wav2vec2_bert(dtype):
@@ -240,16 +350,27 @@ def hf_wav2vec2_bert(dtype):
         "input_features": torch.randn(EXAMPLES, 12, 6, dtype=dtype),
         "labels": torch.randint(1, 9, (EXAMPLES, 3)),
     }
-    return with_labels(hf.Wav2Vec2BertForCTC(config), batch)
+    return with_labels(hf.Wav2Vec2BertForCTC(config), batch, each_transcript)
 
 
 MODELS = {
     build.__name__: build
     for build in (
-        mlp, cnn_batchnorm, gpt, lstm, tied_embeddings, frozen_and_unused, complex_parameters,
-        checkpointed, checkpointed_reentrant, hf_gpt2, hf_llama, hf_t5, hf_vit, hf_wav2vec2_bert,
+        mlp, cnn_batchnorm, cnn_groupnorm, convolutions, low_rank, gpt, lstm, tied_embeddings,
+        frozen_and_unused, complex_parameters,
+        checkpointed, checkpointed_reentrant, hf_gpt2, hf_llama, hf_t5, hf_vit, hf_deit,
+        hf_bert, hf_wav2vec2_bert,
     )
 }  # fmt: skip
+
+
+# what the single-pass engine refuses, and a word of its reason
+CANNOT_FUSE = {
+    "cnn_batchnorm": "mixes examples",
+    "lstm": "lstm",
+    "checkpointed": "saved tensors",
+    "checkpointed_reentrant": "cannot see",
+}
 
 
 @cache

@@ -107,7 +107,10 @@ def embedding(
         raise CannotFuseError(
             f"Embedding {name!r} uses max_norm, scale_grad_by_freq or sparse gradients."
         )
-    if not recorder.follows(input):  # positions: the same lines for all examples
+    expanded = input.dim() > 1 and input.shape[0] == recorder.groups.examples > 1
+    if expanded and input.stride(0) == 0:
+        recorder.follow(input)  # one line of positions or types, repeated for every example
+    if not recorder.follows(input):  # the same lines for all examples
         return recorder.derive(F.embedding, (input, weight), {"padding_idx": padding_idx})
     recorder.check(input, name)
     recorder.expect(name)
