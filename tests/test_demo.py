@@ -1,0 +1,433 @@
+"""The demo: its data, one run, the plan, the cache, the statistics, and all of it together."""
+
+import base64
+import contextlib
+import io
+import json
+import os
+import re
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+import torch
+from rich.console import Console
+from sklearn.datasets import load_digits
+
+from microclip.cli import main
+from microclip.demo import experiment, pictures
+from microclip.demo.cache import Cache
+from microclip.demo.config import TUNING_SEED, DemoConfig
+from microclip.demo.data import load, mislabel
+from microclip.demo.page import page
+from microclip.demo.plan import (
+    FIRST_RATES,
+    RATES,
+    best_rate,
+    chosen_rate,
+    expected,
+    missing,
+    rates_to_try,
+)
+from microclip.demo.progress import Forecast, Lines, Status, progress
+from microclip.demo.show import write_whole
+from microclip.demo.summary import (
+    Estimate,
+    Row,
+    Weight,
+    estimate,
+    mean_weights,
+    paired,
+    percent,
+    points,
+    summarise,
+    verdict,
+    weights_sentence,
+)
+from microclip.demo.train import (
+    Result,
+    Run,
+    WeightTally,
+    accuracy,
+    batches,
+    carry_out,
+    fit,
+    network,
+)
+
+SHORT = Run(setting=None, learning_rate=1e-3, seed=3, steps=8, batch_size=32, noise=0.2)
+SMALL = DemoConfig(seeds=2, steps=10, microbatch_sizes=(2, 4), workers=2)
+TRUTH = torch.tensor(load_digits().target)
+
+
+def places(images) -> set[int]:
+    return set(images.places.tolist())
+
+
+# ---------------------------------------------------------------------------------------- data
+
+
+@pytest.mark.parametrize(("noise", "wrong"), [(0.0, 0), (0.2, 180), (0.333, 300), (1.0, 900)])
+def test_noise_is_exact_and_in_training_labels_only(noise, wrong):
+    digits = load(seed=7, noise=noise)
+    differs = digits.training.labels != TRUTH[digits.training.places]
+    assert differs.sum() == wrong
+    assert torch.equal(differs, digits.wrong)
+    for clean in (digits.validation, digits.test):
+        assert torch.equal(clean.labels, TRUTH[clean.places])
+
+
+def test_wrong_labels_are_drawn_from_all_the_others():
+    given, wrong = mislabel(torch.full((9000,), 4).numpy(), noise=1.0, seed=0)
+    counts = torch.bincount(torch.tensor(given), minlength=10)
+    assert wrong.all()
+    assert counts[4] == 0
+    assert counts.sum() == 9000
+    assert all(900 < count < 1100 for count in counts[torch.arange(10) != 4].tolist())
+
+
+def test_no_image_that_is_chosen_by_is_ever_tested_on():
+    first, second = load(seed=1, noise=0.2), load(seed=2, noise=0.2)
+    assert places(first.validation) == places(second.validation)
+    assert places(first.test) != places(second.test)
+    for digits in (first, second):
+        parts = places(digits.training), places(digits.validation), places(digits.test)
+        assert [len(part) for part in parts] == [900, 297, 600]
+        assert len(set.union(*parts)) == 1797
+
+
+def test_splits_are_stratified_and_scaled():
+    digits = load(seed=1, noise=0.2)
+    for images in (digits.validation, digits.test):
+        shares = torch.bincount(images.labels) / len(images.labels)
+        assert torch.allclose(shares, torch.bincount(TRUTH) / len(TRUTH), atol=0.004)
+    assert digits.training.pixels.mean().abs() < 1e-5
+    assert (digits.training.pixels.std() - 1).abs() < 1e-3
+
+
+# ------------------------------------------------------------------------------------- one run
+
+
+def test_the_whole_batch_as_one_microbatch_is_plain_training_bit_for_bit():
+    digits = load(SHORT.seed, SHORT.noise)
+    plain, no_tally = fit(SHORT, digits)
+    whole, _ = fit(replace(SHORT, setting=32), digits)
+    clipped, _ = fit(replace(SHORT, setting=4), digits)
+    assert no_tally is None
+    for name, weights in plain.state_dict().items():
+        assert torch.equal(weights, whole.state_dict()[name])
+        assert not torch.equal(weights, clipped.state_dict()[name])
+
+
+def test_settings_of_a_seed_share_network_and_order_and_seeds_do_not():
+    other = replace(SHORT, seed=4)
+    assert torch.equal(batches(900, SHORT), batches(900, replace(SHORT, setting=2)))
+    assert not torch.equal(batches(900, SHORT), batches(900, other))
+    same = zip(network(3).parameters(), network(3).parameters(), strict=True)
+    assert all(torch.equal(one, two) for one, two in same)
+    assert not torch.equal(next(network(3).parameters()), next(network(4).parameters()))
+
+
+def test_a_run_leaves_the_global_generator_alone():
+    before = torch.get_rng_state()
+    carry_out(replace(SHORT, setting=8, steps=1))
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_an_epoch_has_each_image_at_most_once():
+    order = batches(900, replace(SHORT, steps=30))
+    assert order.shape == (30, 32)
+    assert len(set(order[:28].flatten().tolist())) == 28 * 32
+    assert len(set(order[28:].flatten().tolist())) == 2 * 32
+
+
+def test_training_learns():
+    digits = load(seed=1, noise=0.0)
+    run = Run(4, 3e-3, seed=1, steps=60, batch_size=32, noise=0.0)
+    model, _ = fit(run, digits)
+    assert accuracy(network(1), digits.test) < 0.3
+    assert accuracy(model, digits.test) > 0.8
+
+
+def test_weights_are_added_up_by_the_number_of_wrong_labels():
+    tally = WeightTally(microbatch_size=2)
+    wrong = torch.tensor([False, False, True, False, True, True])
+    tally.add(torch.tensor([1.0, 0.5, 0.0]), wrong)  # 2, 1 and 0 times the mean
+    tally.add(torch.tensor([1.0, 1.0, 1.0]), wrong)
+    tally.add(torch.tensor([torch.nan, 1.0, 1.0]), wrong)  # diverged: not counted
+    assert tally.weights.tolist() == [3, 2, 1]
+    assert tally.microbatches.tolist() == [2, 2, 2]
+
+
+# ---------------------------------------------------------------------------------------- plan
+
+
+def made_up(config: DemoConfig, validation=lambda run: 0.5, test=lambda run: 0.5):
+    """Return the runs of a whole demo, without training."""
+    finished: dict[Run, Result] = {}
+    while runs := missing(config, finished):
+        for run in runs:
+            b = run.setting or 1
+            finished[run] = Result(
+                validation(run), test(run), (1.0,) * (b + 1), tuple(range(1, b + 2))
+            )
+    return finished
+
+
+def test_rates_begin_with_the_first_and_grow_beyond_a_best_on_the_edge():
+    assert rates_to_try({}) == list(FIRST_RATES)
+    assert rates_to_try({1e-3: 0.9}) == [3e-3, 1e-2]
+    assert rates_to_try({1e-3: 0.8, 3e-3: 0.9, 1e-2: 0.8}) == []
+    assert rates_to_try({1e-3: 0.9, 3e-3: 0.8, 1e-2: 0.7}) == [3e-4]
+    assert rates_to_try({1e-3: 0.7, 3e-3: 0.8, 1e-2: 0.9}) == [3e-2]
+    assert rates_to_try({1e-3: 0.7, 3e-3: 0.8, 1e-2: 0.9, 3e-2: 0.8}) == []
+    assert rates_to_try(dict.fromkeys(RATES, 0.5) | {RATES[-1]: 0.9}) == []  # nothing beyond
+
+
+def test_of_equal_rates_the_smallest_is_chosen():
+    assert best_rate({3e-3: 0.9, 1e-3: 0.9, 3e-4: 0.8}) == 1e-3
+
+
+def test_rates_are_chosen_by_validation_accuracy_alone():
+    def validation(run: Run) -> float:
+        return 1 - abs(run.learning_rate - 3e-2)
+
+    finished = made_up(SMALL, validation, test=lambda run: run.learning_rate)
+    other = made_up(SMALL, validation, test=lambda run: 1 - run.learning_rate)
+    assert finished.keys() == other.keys()
+    assert {chosen_rate(SMALL, setting, finished) for setting in SMALL.settings} == {3e-2}
+
+
+def test_settings_are_paired_and_the_tuning_seed_is_used_for_nothing_else():
+    runs = made_up(SMALL)
+    assert SMALL.settings == (None, 2, 4, 32)
+    assert TUNING_SEED not in SMALL.evaluation_seeds
+    for setting in SMALL.settings:
+        seeds = [run.seed for run in runs if run.setting == setting and run.seed != TUNING_SEED]
+        assert seeds == list(SMALL.evaluation_seeds)
+    assert set(expected(SMALL, runs)) == set(runs)
+    assert missing(SMALL, runs) == []
+
+
+def test_long_runs_come_first():
+    works = [run.work for run in missing(SMALL, {})]
+    assert works == sorted(works, reverse=True)
+    assert works[0] == 10 * (1 + 16)
+    assert works[-1] == 10
+
+
+def test_all_cores_are_used_unless_told():
+    assert SMALL.processes == 2
+    assert 1 <= DemoConfig().processes <= (os.cpu_count() or 1)
+
+
+# --------------------------------------------------------------------------------------- cache
+
+
+def test_runs_are_kept_and_a_torn_line_is_passed_over(tmp_path):
+    cache = Cache(tmp_path / "runs.jsonl")
+    assert cache.load() == {}
+    result = Result(0.5, 0.25, (1.5, 0.5), (3, 4))
+    runs = [replace(SHORT, seed=seed) for seed in range(3)]
+    cache.add(runs[0], result)
+    cache.add(runs[1], Result(0.1, 0.2))
+    assert cache.load() == {runs[0]: result, runs[1]: Result(0.1, 0.2)}
+
+    whole = cache.path.read_bytes()
+    cache.path.write_bytes(whole[:-20])
+    assert cache.load() == {runs[0]: result}
+    cache.add(runs[2], result)  # is not lost with the torn line before it
+    assert cache.load() == {runs[0]: result, runs[2]: result}
+    cache.clear()
+    assert cache.load() == {}
+
+
+def test_only_runs_of_the_same_recipe_count(tmp_path):
+    cache = Cache(tmp_path / "runs.jsonl")
+    cache.add(SHORT, Result(0.5, 0.5))
+    line = json.loads(cache.path.read_text())
+    for change in ({"recipe": line["recipe"] | {"torch": "0.1"}}, {"run": {"setting": 3}}):
+        cache.path.write_text(json.dumps(line | change) + "\n")
+        assert cache.load() == {}
+    cache.path.write_text(json.dumps(line) + "\n[]\n")
+    assert list(cache.load()) == [SHORT]
+
+
+@pytest.mark.parametrize("field", ["setting", "learning_rate", "seed", "steps", "noise"])
+def test_a_run_is_known_by_all_its_settings(field, tmp_path):
+    cache = Cache(tmp_path / "runs.jsonl")
+    cache.add(SHORT, Result(0.5, 0.5))
+    assert replace(SHORT, **{field: 2}) not in cache.load()
+
+
+# ---------------------------------------------------------------------------------- statistics
+
+
+def test_intervals_by_hand():
+    found = estimate([1.0, 2.0, 3.0])  # deviation 1, t(2) = 4.3027, 4.3027 / sqrt(3) = 2.4841
+    assert (found.mean, found.low, found.high) == pytest.approx((2, -0.4841, 4.4841), abs=1e-4)
+    found = estimate([94.0, 96.0])  # deviation sqrt(2), t(1) = 12.7062
+    assert (found.mean, found.low, found.high) == pytest.approx((95, 82.2938, 107.7062), abs=1e-4)
+
+
+def test_pairing_removes_what_seeds_have_in_common():
+    assert paired([11.0, 21.0, 91.0], [10.0, 20.0, 90.0]) == Estimate(1, 1, 1)
+    with pytest.raises(ValueError, match="shorter"):
+        paired([1.0, 2.0, 3.0], [1.0, 2.0])
+
+
+def row(setting, difference=None, validation=90.0) -> Row:
+    name = "plain training" if setting is None else f"b = {setting}"
+    return Row(setting, name, 1e-3, Estimate(95, 94, 96), difference, validation)
+
+
+@pytest.mark.parametrize(
+    ("difference", "ending"),
+    [
+        (Estimate(0.6, 0.2, 1.0), "+0.60 (+0.20 to +1.00) points of test accuracy: clipping helps"),
+        (Estimate(0.6, -0.2, 1.4), "no clear difference, the interval includes 0."),
+        (Estimate(-0.6, -1.0, -0.2), "no b beats plain training here."),
+    ],
+)
+def test_the_verdict_follows_from_the_numbers(difference, ending):
+    rows = [row(None, validation=99), row(2, difference, 95), row(8, Estimate(9, 8, 10), 94)]
+    sentence = verdict([*rows, row(32, Estimate(0, 0, 0), 99)], batch_size=32)
+    assert sentence.startswith("Best on validation data: b = 2.")  # b = 8 is better on test data
+    assert ending in sentence
+
+
+def test_mean_weights_by_hand():
+    results = [Result(0, 0, (6.0, 1.0, 0.0), (3, 2, 0)), Result(0, 0, (2.0, 2.0, 0.0), (1, 2, 0))]
+    weights = mean_weights(results)
+    assert weights == (Weight(0, 4, 2.0), Weight(1, 4, 0.75))
+    assert "with 1 wrong got 0.38 times the weight of one with 0" in weights_sentence(weights)
+    assert "nothing to compare" in weights_sentence(weights[:1])
+
+
+def test_a_rate_at_the_end_of_the_ladder_is_noted():
+    finished = made_up(SMALL, validation=lambda run: run.learning_rate)
+    summary = summarise(SMALL, finished)
+    assert len(summary.notes) == len(summary.rows)
+    assert "learning rate of b = 4 is at the end of the ladder (1e-05 to 0.1)" in summary.notes[2]
+    assert summarise(SMALL, made_up(SMALL, lambda run: -abs(run.learning_rate - 3e-3))).notes == ()
+
+
+# -------------------------------------------------------------------------- progress, pictures
+
+
+def test_a_log_gets_a_line_per_tenth_and_no_control_characters():
+    file, now = io.StringIO(), iter([0.0, 30.0, 33.0, 60.0])
+    lines = Lines(Console(file=file), Forecast(lambda: next(now)))
+    for done in (20, 50, 55, 80, 100):
+        lines.show(Status(done // 10, 10, done, 100))
+    assert file.getvalue().splitlines() == [
+        "20 % (2 of 10 runs)",
+        "50 % (5 of 10 runs), about 0.8 min left",
+        "80 % (8 of 10 runs), about 0.3 min left",
+        "100 % (10 of 10 runs)",
+    ]
+
+
+def test_a_terminal_gets_a_bar():
+    file = io.StringIO()
+    with progress(Console(file=file, force_terminal=True, width=120)) as report:
+        report(Status(0, 2, 0, 10))
+        report(Status(1, 2, 5, 10))
+    assert "50 % (1 of 2 runs), about" in file.getvalue()
+
+
+@pytest.mark.parametrize("drawing", [pictures.sweet_spot, pictures.weights, pictures.rates])
+def test_pictures_differ_in_theme_and_bear_odd_numbers(drawing):
+    # one setting far worse than the others, one far better, most without any scatter
+    def accuracy(run: Run) -> float:
+        return {2: 0.1, 4: 0.99}.get(run.setting or 0, 0.9) + 0.001 * run.seed
+
+    config = replace(SMALL, microbatch_sizes=(1, 2, 4, 8, 16))
+    summary = summarise(config, made_up(config, test=accuracy))
+    light, dark = drawing(summary, pictures.LIGHT), drawing(summary, pictures.DARK)
+    assert light.startswith(b"\x89PNG")
+    assert light != dark
+
+
+def test_the_page_escapes_what_it_is_given():
+    summary = summarise(SMALL, made_up(SMALL))
+    text = page(replace(summary, verdict="<b> & 'c'", notes=("<script>",)))
+    assert "&lt;b&gt; &amp;" in text
+    assert "<script>" not in text
+
+
+def test_a_file_is_written_whole_or_not_at_all(tmp_path):
+    write_whole(tmp_path / "page", b"first")
+    write_whole(tmp_path / "page", b"second")
+    assert (tmp_path / "page").read_bytes() == b"second"
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(OSError, match="folder"):
+        write_whole(tmp_path / "folder", b"third")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "page"]
+
+
+# -------------------------------------------------------------------------------- all together
+
+
+@contextlib.contextmanager
+def here(processes: int):
+    """A pool that runs in this process."""
+    with ThreadPoolExecutor(1) as pool:
+        yield pool
+
+
+def nowhere(processes: int):
+    raise AssertionError("nothing is left to be trained, but a pool was started")
+
+
+def test_the_demo_from_end_to_end_and_again(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.chdir(tmp_path)
+    command = "demo --seeds 2 --steps 10 --microbatch-sizes 2 4 --workers 2 --out some/where"
+    cache = Cache(tmp_path / "some/where/runs.jsonl")
+    cache.path.parent.mkdir(parents=True)
+    for run, result in made_up(SMALL, test=lambda run: 2.0).items():
+        cache.add(run, result)
+
+    assert main([*command.split(), "--fresh"]) == 0
+    printed, log = capsys.readouterr()
+    finished = cache.load()
+    assert all(result.test_accuracy <= 1 for result in finished.values())  # what was is forgotten
+    summary = summarise(SMALL, finished)
+    html = (tmp_path / "some/where/index.html").read_text(encoding="utf-8")
+    picture = (tmp_path / "some/where/sweet-spot.png").read_bytes()
+    assert printed.splitlines()[-2:] == [
+        "page:    some/where/index.html",
+        "picture: some/where/sweet-spot.png",
+    ]
+    for found in summary.rows:
+        for value in (found.name, percent(found.accuracy), f"{found.learning_rate:g}"):
+            assert value in printed
+            assert value in html
+        if found.difference is not None:
+            assert points(found.difference) in printed
+            assert points(found.difference) in html
+    assert [row.name for row in summary.rows] == ["plain training", "b = 2", "b = 4", "b = 32 = B"]
+    assert summary.rows[-1].difference == Estimate(0, 0, 0)
+    assert summary.verdict in " ".join(printed.split())
+    assert summary.verdict in html
+    assert sum(weight.microbatches for weight in summary.weights) == 2 * 10 * 8
+    assert base64.b64encode(picture).decode() in html  # the page needs no other file
+    assert not re.search(r'(src|href|srcset)="(?!data:)', html)
+    assert "prefers-color-scheme: dark" in html
+    assert "\x1b" not in printed + log
+    assert f"100 % ({len(finished)} of {len(finished)} runs)" in log
+
+    # again: everything comes from the cache
+    monkeypatch.setattr(experiment, "_pool", nowhere)
+    assert main(command.split()) == 0
+    assert capsys.readouterr().out == printed
+
+    # the last line was cut off: that run, and no other, is done again, and comes out the same
+    cache.path.write_bytes(cache.path.read_bytes()[:-10])
+    assert len(cache.load()) == len(finished) - 1
+    monkeypatch.setattr(experiment, "_pool", here)
+    assert main(command.split()) == 0
+    assert capsys.readouterr().out == printed
+    assert cache.load() == finished
+    assert len(cache.path.read_text().splitlines()) == len(finished) + 1
