@@ -9,11 +9,12 @@ from typing import Any, overload
 import torch
 from torch import Tensor, nn
 
-from microclip.engines.choose import ENGINES, Engine, EngineName, check, choose
+from microclip.engines.choose import ENGINES, Chooser, Engine, EngineName, check
 from microclip.engines.gradients import deposit, take, trainable
 from microclip.engines.losses import LossFn
 from microclip.engines.stream import Stream
 from microclip.engines.tally import REDUCTIONS, Policy, Reduction, Tally
+from microclip.engines.trial import EngineReport
 from microclip.microbatches import Domains, Ids, Microbatch, check_size, cut
 from microclip.outcome import Outcome
 from microclip.rules import NONFINITE, MinNorm, Nonfinite, Rule
@@ -39,7 +40,8 @@ class Clipper:
         microbatch_size: b, the number of examples clipped together; None makes each batch (or
             chunk) one micro-batch.
         rule: How norms become weights; the default is the paper's, `rules.MinNorm()`.
-        engine: "auto", "stream" or "two_pass": how the gradient is obtained, never what it is.
+        engine: "auto", "stream", "two_pass" or "fused": how the gradient is obtained, never what
+            it is. "auto" tries them out on the first batch (see `engine_report`).
         reduction: "mean" has the scale of an ordinary mini-batch gradient; "sum", the paper's
             Algorithm 1, is the mean times the number of micro-batches.
         nonfinite: What to do about a micro-batch gradient with NaN or inf: "propagate" it,
@@ -76,8 +78,7 @@ class Clipper:
         check(engine, rule)
         trainable(model)
         self.model = model
-        self.engine: EngineName = engine
-        self.grad_scaler = grad_scaler
+        self._chooser = Chooser(engine, model, grad_scaler)
         self.policy = Policy(rule, check_size(microbatch_size), reduction, nonfinite)
         self.step = 0
         self.outcome: Outcome | None = None  # of the last finished step
@@ -85,6 +86,16 @@ class Clipper:
         self._engine: Engine | None = None
         self._notes: list[str] = []
         self._warned = False
+
+    @property
+    def engine(self) -> EngineName:
+        """The engine that was asked for; `outcome.engine` says which one did the work."""
+        return self._chooser.name
+
+    @property
+    def engine_report(self) -> EngineReport | None:
+        """What "auto" found out on the first batch, and chose; None before, or if not "auto"."""
+        return self._chooser.report
 
     def __repr__(self) -> str:
         p = self.policy
@@ -225,7 +236,10 @@ class Clipper:
         microbatches = cut(batch, b, domains=domains, ids=ids, first_position=tally.examples)
         self._note_sizes(sum(microbatch.size for microbatch in microbatches), final)
         try:
-            self._engine = self._engine or self._choose(tally, final and len(microbatches) == 1)
+            if final:
+                self._engine = self._chooser.for_batch(tally, loss_fn, microbatches)
+            elif self._engine is None:
+                self._engine = self._chooser.for_chunks(tally)
             self._engine.fold(loss_fn, microbatches, final)
         except BaseException as error:
             self._abandon(error, final)
@@ -235,11 +249,11 @@ class Clipper:
         self, size: int | None, loss: Tensor | None, ids: Ids | None, domain: Hashable
     ) -> None:
         parameters = trainable(self.model)
-        if self.engine == "two_pass" or not self.policy.rule.streams:
+        if self.engine in ("two_pass", "fused") or not self.policy.rule.streams:
             raise RuntimeError(
                 f"fold() after your own backward sees gradients once, but {self.policy.rule!r} "
-                f"with engine={self.engine!r} needs two passes. Use backward(loss_fn, batch) or "
-                "fold(loss_fn, chunk), or a rule that streams."
+                f"with engine={self.engine!r} must see the examples. Use backward(loss_fn, batch) "
+                "or fold(loss_fn, chunk), or a rule that streams."
             )
         names = () if ids is None else tuple(ids.tolist() if isinstance(ids, Tensor) else ids)
         size = check_size(size) or len(names) or 1
@@ -251,13 +265,14 @@ class Clipper:
                 "first, and fold() once after each."
             )
         tally = self._current()
-        self._engine = self._engine or self._choose(tally, alone=False)
-        assert isinstance(self._engine, Stream)
+        engine = self._engine or Stream(self.model, parameters, tally, self._chooser.scaler)
+        assert isinstance(engine, Stream)
+        self._engine = engine
         names = names or tuple(range(tally.examples, tally.examples + size))
         try:
             microbatch = Microbatch(None, size, domain, names)
             mean_loss = None if loss is None else loss.detach().mean()
-            self._engine.add(take(parameters), microbatch, mean_loss)
+            engine.add(take(parameters), microbatch, mean_loss)
         except BaseException as error:
             self._abandon(error, final=False)
             raise
@@ -266,9 +281,6 @@ class Clipper:
         if self._tally is None:
             self._tally = Tally(self.policy, self.step)
         return self._tally
-
-    def _choose(self, tally: Tally, alone: bool) -> Engine:
-        return choose(self.engine, self.model, tally, self.grad_scaler, alone)
 
     def _note_sizes(self, examples: int, final: bool) -> None:
         b = self.policy.microbatch_size

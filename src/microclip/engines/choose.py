@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import logging
+import warnings
 from typing import Literal, get_args
 
-import torch
 from torch import nn
+from torch.amp import GradScaler
 
 from microclip.engines.fused.engine import Fused
 from microclip.engines.gradients import trainable
+from microclip.engines.losses import LossFn
 from microclip.engines.stream import Stream
 from microclip.engines.tally import Tally
+from microclip.engines.trial import NOT_FINITE, EngineReport, try_out
 from microclip.engines.two_pass import TwoPass
+from microclip.microbatches import Cuts
 from microclip.rules import Rule
 
 EngineName = Literal["auto", "stream", "two_pass", "fused"]
 ENGINES: tuple[str, ...] = get_args(EngineName)
 Engine = Stream | TwoPass | Fused
+
+logger = logging.getLogger("microclip")
 
 
 def check(name: EngineName, rule: Rule) -> None:
@@ -29,20 +36,59 @@ def check(name: EngineName, rule: Rule) -> None:
         )
 
 
-def choose(
-    name: EngineName,
-    model: nn.Module,
-    tally: Tally,
-    scaler: torch.amp.GradScaler | None,
-    alone: bool,
-) -> Engine:
-    """Make the engine for one step; `alone`: the step consists of one micro-batch.
+class Chooser:
+    """Makes the engine for each step; with "auto" it finds out which one is best."""
 
-    One micro-batch needs no second pass and no second buffer: streaming it is a plain backward.
-    """
-    parameters = trainable(model)
-    if alone or name == "stream" or (name == "auto" and tally.policy.rule.streams):
-        return Stream(parameters, tally, scaler)
-    if name == "fused":
-        return Fused(model, parameters, tally, scaler)
-    return TwoPass(model, parameters, tally, scaler)
+    def __init__(self, name: EngineName, model: nn.Module, scaler: GradScaler | None) -> None:
+        self.name = name
+        self.model = model
+        self.scaler = scaler
+        self.report: EngineReport | None = None
+        self._tried: list[tuple[int, int]] = []  # examples and micro-batches of past trials
+
+    def for_chunks(self, tally: Tally) -> Engine:
+        """Make the engine for a step of several parts, whose number is not known."""
+        if self.name == "fused":
+            return self._make(Fused, tally)
+        two_pass = self.name == "two_pass" or not tally.policy.rule.streams
+        return self._make(TwoPass if two_pass else Stream, tally)
+
+    def for_batch(self, tally: Tally, loss_fn: LossFn, cuts: Cuts) -> Engine:
+        """Make the engine for a step that consists of one batch."""
+        if len(cuts) == 1:
+            # needs no second pass and no second buffer: streaming it is a plain backward
+            return self._make(Stream, tally)
+        if self.name != "auto":
+            return self.for_chunks(tally)
+        if self._is_new(cuts):
+            self.report = try_out(
+                self.model, trainable(self.model), loss_fn, cuts, tally.policy, self.scaler
+            )
+            if self.report.reason == NOT_FINITE:
+                self._tried.pop()  # the next batch may tell
+            self._announce(self.report)
+        if self.report is not None and self.report.engine == "fused":
+            return self._make(Fused, tally)
+        return self.for_chunks(tally)
+
+    def _make(self, engine: type[Stream] | type[TwoPass] | type[Fused], tally: Tally) -> Engine:
+        return engine(self.model, trainable(self.model), tally, self.scaler)
+
+    def _is_new(self, cuts: Cuts) -> bool:
+        """Whether a batch is more than twice as large, or small, as every one tried so far."""
+        now = (sum(microbatch.size for microbatch in cuts), len(cuts))
+        near = any(
+            all(0.5 <= a / b <= 2 for a, b in zip(now, past, strict=True)) for past in self._tried
+        )
+        if not near:
+            self._tried.append(now)
+        return not near
+
+    def _announce(self, report: EngineReport) -> None:
+        logger.info('engine="auto" uses %s: %s', report.engine, report.reason)
+        if report.suspect is not None:
+            warnings.warn(
+                f"{report.reason} The {report.engine} engine is used, which is exact.",
+                RuntimeWarning,
+                stacklevel=5,
+            )

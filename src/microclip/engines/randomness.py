@@ -25,6 +25,11 @@ class RandomState:
         states = {d: torch.get_device_module(d).get_rng_state(d) for d in accelerators}
         return cls(torch.get_rng_state(), states)
 
+    def equals(self, other: RandomState) -> bool:
+        """Whether no random number was drawn between the two."""
+        mine, theirs = (self.host, *self.devices.values()), (other.host, *other.devices.values())
+        return all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+
     def restore(self) -> None:
         """Make this the present state again."""
         torch.set_rng_state(self.host)

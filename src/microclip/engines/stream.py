@@ -28,7 +28,11 @@ class Stream:
     name = "stream"
 
     def __init__(
-        self, parameters: dict[str, nn.Parameter], tally: Tally, scaler: GradScaler | None = None
+        self,
+        model: nn.Module,
+        parameters: dict[str, nn.Parameter],
+        tally: Tally,
+        scaler: GradScaler | None = None,
     ) -> None:
         self.parameters = parameters
         self._device = next(iter(parameters.values())).device

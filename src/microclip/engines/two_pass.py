@@ -56,7 +56,7 @@ class TwoPass:
         self._scaler = scaler
         self._visits: list[_Visit] = []
         self._touched: set[str] = set()
-        self._buffers = _copies(model)
+        self._buffers = copies_of_buffers(model)
 
     def fold(self, loss_fn: LossFn, microbatches: Sequence[Microbatch], final: bool) -> None:
         """First pass: take the norms of these micro-batches, and remember how to come back."""
@@ -87,8 +87,8 @@ class TwoPass:
         coefficients = self._tally.coefficients()
         left_out = set(self._tally.leave_out())
         sums: Gradients = {}
-        random_state, buffers = RandomState.now(self._devices), _copies(self._model)
-        _put_back(self._model, self._buffers)
+        random_state, buffers = RandomState.now(self._devices), copies_of_buffers(self._model)
+        put_back(self._model, self._buffers)
         try:
             with set_aside(self.parameters):
                 for row, visit in enumerate(self._visits):
@@ -97,7 +97,7 @@ class TwoPass:
         finally:
             # generators and buffers have already moved on once, in the first pass
             random_state.restore()
-            _put_back(self._model, buffers)
+            put_back(self._model, buffers)
         for name in self._touched - set(sums):  # every micro-batch that reaches it was left out
             zero = torch.zeros_like(self.parameters[name])
             sums[name] = torch.view_as_real(zero) if zero.is_complex() else zero
@@ -136,12 +136,14 @@ class TwoPass:
                 handle.remove()
 
 
-def _copies(model: nn.Module) -> dict[str, Tensor]:
+def copies_of_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Return what forward passes may change: BatchNorm statistics and the like."""
     return {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
 
 
 @torch.no_grad()
-def _put_back(model: nn.Module, copies: dict[str, Tensor]) -> None:
+def put_back(model: nn.Module, copies: dict[str, Tensor]) -> None:
+    """Make the buffers what they were."""
     for name, buffer in model.named_buffers():
         if name in copies:
             buffer.copy_(copies[name])

@@ -63,12 +63,16 @@ class Fused:
     @torch.no_grad()
     def finish(self) -> Gradients:
         """Add up what is now known to be each gradient's share."""
-        self._tally.leave_out()
+        rows = self._tally.leave_out()
         coefficients = self._tally.coefficients()
+        left_out = torch.zeros_like(coefficients, dtype=torch.bool)
+        left_out[rows] = True
         one, sums = torch.ones_like(coefficients[0]), Gradients()
         start = 0
         for uses in self._chunks:
             stop = start + len(uses.groups)
+            if rows:
+                uses.leave_out(left_out[start:stop])
             add_multiple(sums, uses.weighted(coefficients[start:stop], self.parameters), one)
             start = stop
         return sums
@@ -118,6 +122,11 @@ class _Uses:
     def norms(self) -> Tensor:
         """Return the norm of every micro-batch's gradient over all parameters."""
         return sum_of(list(self._squares.values())).clamp(min=0).sqrt()
+
+    def leave_out(self, left_out: Tensor) -> None:
+        """Blank the micro-batches that are not to count."""
+        for name, uses in self._of.items():
+            self._of[name] = [use.without(self.groups, left_out) for use in uses]
 
     def weighted(self, coefficients: Tensor, parameters: dict[str, nn.Parameter]) -> Gradients:
         """Return sum_j coefficient_j g_j; complex gradients as pairs of real numbers."""

@@ -402,8 +402,10 @@ def attention(recorder: Recorder, query: Tensor, *args: Any, **kwargs: Any) -> A
 
 
 def batch_norm(recorder: Recorder, *args: Any, **kwargs: Any) -> Any:
-    """F.batch_norm mixes examples."""
-    raise CannotFuseError("BatchNorm in training mode mixes examples.")
+    """F.batch_norm, which mixes examples unless it is in evaluation mode."""
+    if kwargs.get("training", args[5] if len(args) > 5 else False):
+        raise CannotFuseError("BatchNorm in training mode mixes examples.")
+    return recorder.anything(recorder, without_dispatch(F.batch_norm), args, kwargs)
 
 
 def _rows(tensor: Tensor) -> Tensor:

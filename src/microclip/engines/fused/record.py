@@ -15,6 +15,7 @@ import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, cast
 
 import torch
@@ -106,7 +107,7 @@ class Recorder(TorchFunctionMode):
             return func(*args, **kwargs)
         if func in self._handlers:
             return self._handlers[func](self, *args, **kwargs)
-        if _is_composite(func):
+        if is_composite(func):
             with self:  # look inside
                 return without_dispatch(func)(*args, **kwargs)
         if not any(tensor in self._follows for tensor in given):
@@ -213,11 +214,12 @@ def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
     return tree
 
 
-def _is_composite(func: Any) -> bool:
+def is_composite(func: Any) -> bool:
     """Whether a function is written in Python on top of others that can be looked at."""
     return isinstance(func, types.FunctionType) and func.__module__ == F.__name__
 
 
+@cache
 def without_dispatch(func: Any) -> Handler:
     """Return the function as it is for plain tensors; it would hand itself to the mode for ever."""
     checks = [name for name in func.__globals__ if name.startswith("has_torch_function")]

@@ -42,6 +42,11 @@ class Formed:
         """Return the gradients of all micro-batches."""
         return self.gradients
 
+    def without(self, groups: Groups, left_out: Tensor) -> Formed:
+        """Blank what will be left out: a coefficient of 0 would not do, since 0 x NaN is NaN."""
+        shape = (-1, *(1,) * (self.gradients.dim() - 1))
+        return Formed(self.gradients.masked_fill(left_out.view(shape), 0.0))
+
 
 @dataclass(frozen=True)
 class Rows:
@@ -83,28 +88,35 @@ class Rows:
         n, m = self.rows_per_example(groups), other.rows_per_example(groups)
         found = []
         for block in groups:
-            lefts = _inner(block.of(self.left, n), block.of(other.left, m), self, other)
-            rights = torch.bmm(block.of(self.right, n), block.of(other.right, m).mT)
+            lefts = _inner(_wide(block.of(self.left, n)), _wide(block.of(other.left, m)))
+            rights = torch.bmm(_wide(block.of(self.right, n)), _wide(block.of(other.right, m)).mT)
             found.append((lefts * rights).sum((1, 2), dtype=multitensor.widest(rights.device)))
         return torch.cat(found)
 
     def weighted(self, groups: Groups, coefficients: Tensor) -> Tensor:
         """Return sum_j coefficient_j g_j: the plain weight gradient of weighted rows."""
-        each = groups.per_example(coefficients.to(self.right.dtype))
+        left, right = _wide(self.left), _wide(self.right)
+        each = groups.per_example(coefficients.to(right.dtype))
         each = each.repeat_interleave(self.rows_per_example(groups)).unsqueeze(1)
         if self.one_hot:
-            total = self.right.new_zeros(self.shape)
-            return total.index_add_(0, self.left, self.right * each)
+            return right.new_zeros(self.shape).index_add_(0, left, right * each)
         if self.shape[0] < self.shape[1]:
-            return (self.left * each).mT @ self.right
-        return self.left.mT @ (self.right * each)
+            return (left * each).mT @ right
+        return left.mT @ (right * each)
+
+    def without(self, groups: Groups, left_out: Tensor) -> Rows:
+        """Blank what will be left out, on both sides."""
+        each = groups.per_example(left_out)
+        each = each.repeat_interleave(self.rows_per_example(groups)).unsqueeze(1)
+        left = self.left if self.one_hot else self.left.masked_fill(each, 0.0)
+        return Rows(left, self.right.masked_fill(each, 0.0), self.shape)
 
     def form(self, groups: Groups) -> Tensor:
         """Return the gradients of all micro-batches, written out."""
         n = self.rows_per_example(groups)
         parts = []
         for block in groups:
-            left, right = block.of(self.left, n), block.of(self.right, n)
+            left, right = _wide(block.of(self.left, n)), _wide(block.of(self.right, n))
             if self.one_hot:
                 part = right.new_zeros(block.count, *self.shape)
                 part.scatter_add_(1, left.unsqueeze(2).expand_as(right), right)
@@ -114,15 +126,20 @@ class Rows:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _inner(left: Tensor, other: Tensor, a: Rows, b: Rows) -> Tensor:
-    """Return all inner products between two sets of left rows, one-hot or not."""
-    if a.one_hot and b.one_hot:
-        return (left.unsqueeze(2) == other.unsqueeze(1)).to(a.right.dtype)
-    if a.one_hot:  # pick the entries that the ones select
+def _inner(left: Tensor, other: Tensor) -> Tensor:
+    """Return all inner products between two sets of left rows, one-hot (indices) or not."""
+    if left.dim() == 2 and other.dim() == 2:
+        return left.unsqueeze(2) == other.unsqueeze(1)
+    if left.dim() == 2:  # pick the entries that the ones select
         return other.gather(2, left.unsqueeze(1).expand(-1, other.shape[1], -1)).mT
-    if b.one_hot:
+    if other.dim() == 2:
         return left.gather(2, other.unsqueeze(1).expand(-1, left.shape[1], -1))
     return torch.bmm(left, other.mT)
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    """Return rows in a precision that products can be added up in."""
+    return tensor.to(multitensor.accumulation_dtype(tensor))
 
 
 Use = Rows | Formed

@@ -1,0 +1,147 @@
+"""Finding out, on a real batch, whether the single-pass engine is exact and faster."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor, nn
+from torch.amp import GradScaler
+
+from microclip import multitensor
+from microclip.engines.fused.engine import Fused
+from microclip.engines.fused.record import CannotFuseError
+from microclip.engines.gradients import Gradients
+from microclip.engines.losses import LossFn
+from microclip.engines.randomness import RandomState
+from microclip.engines.stillness import Still
+from microclip.engines.stream import Stream
+from microclip.engines.tally import Policy, Tally
+from microclip.engines.two_pass import TwoPass, copies_of_buffers, put_back
+from microclip.microbatches import Cuts
+
+NOT_FINITE = "The first gradients are not finite, so nothing could be compared yet."
+ROUNDS = 2  # the first also warms up
+TOLERANCE, TOLERANCE_IN_HALF = 1e-4, 0.05
+
+
+@dataclass(frozen=True)
+class EngineReport:
+    """Which engine `engine="auto"` uses, and why."""
+
+    engine: str
+    reason: str
+    seconds: dict[str, float] = field(default_factory=dict)  # of one step, by engine
+    error: float | None = None  # of the single-pass gradient, relative to the other's norm
+    suspect: str | None = None  # the parameter with the largest error, if it is too large
+
+
+def certain(policy: Policy) -> type[Stream] | type[TwoPass]:
+    """Return the engine that works for every model."""
+    return Stream if policy.rule.streams else TwoPass
+
+
+def try_out(
+    model: nn.Module,
+    parameters: dict[str, nn.Parameter],
+    loss_fn: LossFn,
+    cuts: Cuts,
+    policy: Policy,
+    scaler: GradScaler | None,
+) -> EngineReport:
+    """Run a batch through the single-pass engine and one that is certain, and compare."""
+    policy = replace(policy, nonfinite="propagate")
+    devices = {parameter.device for parameter in parameters.values()}
+    random_state, buffers = RandomState.now(devices), copies_of_buffers(model)
+    fallback = certain(policy)
+
+    def run(engine: type[Stream] | type[TwoPass] | type[Fused]) -> tuple[Gradients, float]:
+        put_back(model, buffers)
+        tally = Tally(policy, step=0)
+        start = time.perf_counter()
+        with Still():
+            made = engine(model, parameters, tally, scaler)
+            made.fold(loss_fn, cuts, final=True)
+            gradients = made.finish()
+        _wait_for(devices)
+        return gradients, time.perf_counter() - start
+
+    try:
+        return _compare(run, fallback, random_state, devices)
+    except CannotFuseError as error:
+        return EngineReport(fallback.name, str(error))
+    except torch.OutOfMemoryError:
+        return EngineReport(fallback.name, "A single pass does not fit into memory.")
+    finally:
+        random_state.restore()
+        put_back(model, buffers)
+
+
+def _compare(
+    run: Callable[[type], tuple[Gradients, float]],
+    fallback: type[Stream] | type[TwoPass],
+    before: RandomState,
+    devices: set[torch.device],
+) -> EngineReport:
+    seconds: dict[str, float] = {}
+    for _ in range(ROUNDS):
+        try:
+            fused, seconds["fused"] = run(Fused)
+        except (CannotFuseError, torch.OutOfMemoryError):
+            raise
+        except Exception as failure:
+            # Whoever made the mistake, the certain engine will show it or do without.
+            return EngineReport(fallback.name, f"A single pass failed: {failure!r}")
+        still = RandomState.now(devices).equals(before)
+        trusted, seconds[fallback.name] = run(fallback)
+    error, suspect = _difference(fused, trusted)
+    if not math.isfinite(error):
+        return EngineReport(fallback.name, NOT_FINITE)
+    half = any(t.dtype in multitensor.HALF for t in (*fused.values(), *trusted.values()))
+    tolerance = TOLERANCE_IN_HALF if half else TOLERANCE
+    if error > tolerance and not still:
+        return EngineReport(
+            fallback.name,
+            "The model draws random numbers that cannot be held still for a comparison.",
+            seconds,
+            error,
+        )
+    if error > tolerance:
+        return EngineReport(
+            fallback.name,
+            f"A single pass gives a gradient that differs by {error:.1e} of its norm, most in "
+            f"parameter {suspect!r}: the model seems to mix examples, or to have them along "
+            "another than the first dimension.",
+            seconds,
+            error,
+            suspect,
+        )
+    faster = min(seconds, key=seconds.__getitem__)
+    times = ", ".join(f"{name} {value:.3g} s" for name, value in seconds.items())
+    return EngineReport(faster, f"All are exact, and it is the fastest ({times}).", seconds, error)
+
+
+def _difference(found: Gradients, trusted: Gradients) -> tuple[float, str]:
+    """Return the relative error of a gradient, and the parameter that has most of it."""
+    errors: dict[str, Tensor] = {}
+    for name in found.keys() | trusted.keys():
+        one, other = found.get(name), trusted.get(name)
+        if one is None or other is None:
+            only = found[name] if other is None else trusted[name]
+            errors[name] = only.double().norm()
+        else:
+            errors[name] = (one - other).double().norm()
+    worst = max(errors, key=lambda name: errors[name].item(), default="")
+    total = sum(error.item() ** 2 for error in errors.values()) ** 0.5
+    norm = sum(gradient.double().norm().item() ** 2 for gradient in trusted.values()) ** 0.5
+    return (total / norm if norm else total), worst
+
+
+def _wait_for(devices: set[torch.device]) -> None:
+    """Let accelerators finish, so that the clock shows what the work took."""
+    for device in devices:
+        if device.type != "cpu":
+            torch.get_device_module(device).synchronize(device)

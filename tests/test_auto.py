@@ -1,0 +1,188 @@
+"""`engine="auto"`: it finds out by itself, on real batches, never at the price of the result."""
+
+import logging
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from microclip import Clipper, rules
+
+import properties
+import reference
+import zoo
+
+
+def classes(model, reduction="none"):
+    return lambda batch: F.cross_entropy(model(batch[0]), batch[1], reduction=reduction)
+
+
+def batch(size=8, width=4):
+    return torch.randn(size, width), torch.randint(0, 3, (size,))
+
+
+def gradient(model):
+    return [p.grad for p in model.parameters()]
+
+
+@pytest.mark.parametrize("model", zoo.MODELS)
+@pytest.mark.parametrize("rule", ["MinNorm()", "Median(rescale=False)"])
+def test_exact_whatever_it_chooses(model, rule):
+    """On the first batch, where it tries engines out, and on the next."""
+    case = zoo.case(model, torch.float32)
+    loss_fn = case.each_loss_fn or case.loss_fn
+    gradients, sizes, _ = properties.stored_gradients(model, torch.float32, 2, False, each=True)
+    wanted, _, _ = reference.clipped_gradient(gradients, sizes, reference.WEIGH[rule])
+    clipper = Clipper(case.model, 2, rule=properties.RULES[rule])
+    before = [buffer.clone() for buffer in case.model.buffers()]
+    for _ in range(2):
+        case.model.zero_grad()
+        outcome = clipper.backward(loss_fn, case.batch)
+        properties.assert_close([p.grad for p in case.parameters], wanted, 1e-5)
+        assert outcome.engine == clipper.engine_report.engine
+    if model in zoo.CANNOT_FUSE:
+        assert zoo.CANNOT_FUSE[model] in clipper.engine_report.reason
+    else:
+        assert clipper.engine_report.error < 1e-5
+        assert set(clipper.engine_report.seconds) > {"fused"}
+    for buffer, was in zip(case.model.buffers(), before, strict=True):
+        if buffer.dtype == torch.int64 and buffer.dim() == 0:  # BatchNorm counts batches
+            assert buffer == was + 2 * len(sizes)
+    case.model.zero_grad()
+
+
+def test_mixed_examples_are_noticed():
+    model = nn.Linear(4, 3)
+    clipper = Clipper(model, 2)
+
+    def loss_fn(batch):
+        return F.cross_entropy(model(batch[0] - batch[0].mean(0)), batch[1], reduction="none")
+
+    data = batch()
+    with pytest.warns(RuntimeWarning, match="most in parameter 'weight'.*stream engine is used"):
+        outcome = clipper.backward(loss_fn, data)
+    assert outcome.engine == "stream"
+    assert clipper.engine_report.suspect == "weight"
+    clipper.backward(loss_fn, data)  # and not again
+
+
+def test_examples_along_another_dimension_are_noticed():
+    model = nn.Linear(4, 3)
+
+    def loss_fn(batch):  # (positions, examples, features) inside, and as many of both
+        hidden = model(batch[0].transpose(0, 1)).mean(0)
+        return F.cross_entropy(hidden, batch[1], reduction="none")
+
+    with pytest.warns(RuntimeWarning, match="another than the first dimension"):
+        outcome = Clipper(model, 2).backward(
+            loss_fn, (torch.randn(8, 8, 4), torch.randint(0, 3, (8,)))
+        )
+    assert outcome.engine == "stream"
+
+
+def test_dropout_is_held_still_for_the_comparison_only():
+    layer = nn.TransformerEncoderLayer(8, 2, 16, 0.3, batch_first=True)
+    model = nn.Sequential(layer, nn.Flatten(), nn.Linear(32, 3), nn.Dropout(0.5))
+    data = torch.randn(8, 4, 8), torch.randint(0, 3, (8,))
+    clipper = Clipper(model, 2)
+    first = clipper.backward(classes(model), data)
+    assert clipper.engine_report.error < 1e-5
+    second = clipper.backward(classes(model), data)
+    assert first.loss != second.loss  # two masks
+
+
+def test_randomness_that_cannot_be_held_still():
+    model = nn.Linear(4, 3)
+    clipper = Clipper(model, 2)
+    state = torch.get_rng_state()
+    clipper.backward(
+        lambda b: F.cross_entropy(model(b[0] + torch.rand(1)), b[1], reduction="none"), batch()
+    )
+    assert "cannot be held still" in clipper.engine_report.reason
+    assert not torch.equal(torch.get_rng_state(), state)
+
+
+def test_no_verdict_from_gradients_that_are_not_finite():
+    model = nn.Linear(4, 3)
+    clipper = Clipper(model, 2)
+    x, y = batch()
+    outcome = clipper.backward(classes(model), (x * torch.nan, y))
+    assert outcome.engine == "stream"
+    assert "not finite" in clipper.engine_report.reason
+    clipper.backward(classes(model), (x, y))
+    assert clipper.engine_report.error < 1e-5
+
+
+def test_tries_again_when_batches_change_a_lot():
+    model = nn.Linear(4, 3)
+    clipper = Clipper(model, 2)
+    reports = []
+    for size in (8, 12, 64, 8):
+        clipper.backward(classes(model), batch(size))
+        reports.append(clipper.engine_report)
+    assert reports[0] is reports[1]
+    assert reports[1] is not reports[2]
+    assert reports[2] is reports[3]
+
+
+def test_mean_losses_stream():
+    model = nn.Linear(4, 3)
+    clipper = Clipper(model, 2)
+    assert clipper.engine_report is None
+    assert clipper.backward(classes(model, "mean"), batch()).engine == "stream"
+    assert "one loss per example" in clipper.engine_report.reason
+
+
+def test_the_users_own_error_comes_through():
+    model = nn.Linear(4, 3)
+    with pytest.raises(ZeroDivisionError):
+        Clipper(model, 2).backward(lambda batch: 1 / 0, batch())
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_one_microbatch_and_own_backward_calls_need_no_trial():
+    model = nn.Linear(4, 3)
+    clipper = Clipper(model)
+    clipper.backward(classes(model), batch())
+    classes(model, "mean")(batch()).backward()
+    clipper.fold()
+    clipper.finish()
+    assert clipper.engine_report is None
+
+
+def test_the_choice_is_logged_once(caplog):
+    model = nn.Linear(4, 3)
+    clipper = Clipper(model, 2)
+    with caplog.at_level(logging.INFO, logger="microclip"):
+        for _ in range(3):
+            clipper.backward(classes(model), batch())
+    (record,) = caplog.records
+    assert f'engine="auto" uses {clipper.engine_report.engine}' in record.message
+
+
+def test_rules_are_not_told_of_trials():
+    class Counting(rules.MinNorm):
+        seen = 0
+
+        def observe(self, norms, sizes):
+            type(self).seen += 1
+
+    model = nn.Linear(4, 3)
+    Clipper(model, 2, rule=Counting()).backward(classes(model), batch())
+    assert Counting.seen == 1
+
+
+def test_compiled_models_are_no_obstacle():
+    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the compiler's own deprecations
+        compiled = torch.compile(model, backend="aot_eager")
+        data = batch()
+        outcome = Clipper(compiled, 2).backward(classes(compiled), data)
+        found = [g.clone() for g in gradient(model)]
+    model.zero_grad()
+    Clipper(model, 2, engine="stream").backward(classes(model), data)
+    properties.assert_close(found, gradient(model), 1e-5)
+    assert outcome.engine in ("stream", "fused")

@@ -1,0 +1,272 @@
+"""The single-pass engine's algebra, and what it says it cannot do."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from microclip import Clipper
+from microclip.engines.fused.groups import Groups
+from microclip.engines.fused.uses import Formed, Rows, squared_norms, sum_of
+from microclip.microbatches import cut
+
+import properties
+import reference
+from measure import peak_memory
+
+
+def assert_equals_twin(model, loss_fn, batch, b=2, tolerance=1e-12):
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    pieces = cut(batch, b)
+    gradients = reference.microbatch_gradients(
+        loss_fn, parameters, [piece.batch for piece in pieces]
+    )
+    sizes = [piece.size for piece in pieces]
+    wanted, norms, _ = reference.clipped_gradient(gradients, sizes, reference.WEIGH["MinNorm()"])
+    outcome = Clipper(model, b, engine="fused").backward(loss_fn, batch)
+    properties.assert_close([p.grad for p in parameters], wanted, tolerance)
+    assert outcome.norms.tolist() == pytest.approx(norms, rel=max(tolerance, 1e-9))
+    assert outcome.engine == "fused"
+    model.zero_grad()
+
+
+class TestAlgebra:
+    groups = Groups([2, 2, 1])
+
+    def rows(self, p=3, q=4, per_example=2):
+        n = self.groups.examples * per_example
+        return Rows(torch.randn(n, p).double(), torch.randn(n, q).double(), (p, q))
+
+    def indices(self, p=3, q=4, per_example=2):
+        n = self.groups.examples * per_example
+        return Rows(torch.randint(0, p, (n,)), torch.randn(n, q).double(), (p, q))
+
+    @pytest.mark.parametrize("kinds", ["r", "i", "rr", "ri", "ir", "ii", "rif", "f", "rf"])
+    def test_norms_and_sums_are_those_of_the_formed_gradients(self, kinds):
+        """r: rows, i: indices, f: formed; several uses of one parameter have cross terms."""
+        make = {
+            "r": self.rows,
+            "i": self.indices,
+            "f": lambda: Formed(torch.randn(3, 3, 4).double()),
+        }
+        uses = [make[kind]() for kind in kinds]
+        formed = sum_of([use.form(self.groups) for use in uses])
+        norms = squared_norms(uses, self.groups)
+        torch.testing.assert_close(norms, formed.flatten(1).square().sum(1))
+        coefficients = torch.tensor([0.5, 2.0, 0.0]).double()
+        total = sum_of([use.weighted(self.groups, coefficients) for use in uses])
+        torch.testing.assert_close(total, torch.einsum("j,jpq->pq", coefficients, formed))
+
+    def test_forming_by_hand(self):
+        """Two examples of one row each, (1, 2) x (3, 4) and (0, 1) x (5, 6)."""
+        rows = Rows(
+            torch.tensor([[1.0, 2.0], [0.0, 1.0]]), torch.tensor([[3.0, 4.0], [5.0, 6.0]]), (2, 2)
+        )
+        assert rows.form(Groups([2])).tolist() == [[[3, 4], [11, 14]]]
+        assert rows.form(Groups([1, 1])).tolist() == [[[3, 4], [6, 8]], [[0, 0], [5, 6]]]
+        assert rows.squared_norms(Groups([1, 1])).tolist() == [125, 61]
+
+    def test_long_rows_are_formed_and_short_ones_are_not(self):
+        assert self.rows(2, 2, per_example=8).forming_is_cheaper(self.groups)
+        assert not self.rows(64, 64, per_example=1).forming_is_cheaper(self.groups)
+
+    def test_blocks(self):
+        blocks = list(Groups([3, 3, 1, 2, 2]))
+        assert [(b.first_example, b.first_microbatch, b.count, b.size) for b in blocks] == [
+            (0, 0, 2, 3),
+            (6, 2, 1, 1),
+            (7, 3, 2, 2),
+        ]
+
+
+class TestLayers:
+    def test_embedding_with_padding(self):
+        model = nn.Sequential(nn.Embedding(5, 3, padding_idx=1), nn.Linear(3, 2)).double()
+        tokens = torch.tensor([[0, 1, 2], [1, 1, 1], [4, 4, 1], [2, 3, 0], [1, 0, 4]])
+        assert_equals_twin(model, lambda x: model(x).square().mean((1, 2)), tokens)
+
+    @pytest.mark.parametrize("tied", [False, True])
+    def test_a_large_vocabulary_makes_no_large_tables(self, tied):
+        """Memory like that of a plain step, not one table for each of 16 micro-batches."""
+        embedding, head = nn.Embedding(20_000, 8), nn.Linear(8, 20_000, bias=False)
+        if tied:
+            head.weight = embedding.weight
+        model = nn.Sequential(embedding, head)
+        tokens = torch.randint(0, 20_000, (16, 2))
+
+        def loss_fn(tokens):
+            return F.cross_entropy(model(tokens).mT, tokens, reduction="none").mean(1)
+
+        def peak(step):
+            model.zero_grad()
+            step()
+            model.zero_grad()
+            return peak_memory(step)
+
+        clipper = Clipper(model, 1, engine="fused")
+        fused = peak(lambda: clipper.backward(loss_fn, tokens))
+        plain = peak(lambda: loss_fn(tokens).mean().backward())
+        assert fused < 2 * plain
+
+    def test_as_many_positions_as_examples(self):
+        """Tables of positions are told from tables of examples by origin, not by shape."""
+        positions = nn.Embedding(6, 3)
+        model = nn.ModuleList([positions, nn.Linear(3, 2)]).double()
+
+        def loss_fn(x):
+            places = torch.arange(x.shape[1])
+            distances = (places[:, None] - places[None, :]).abs()
+            bias = positions(distances).mean(-1)  # (positions, positions)
+            return model[1](bias @ x).square().mean((1, 2))
+
+        assert_equals_twin(model, loss_fn, torch.randn(6, 6, 3).double())
+
+    @pytest.mark.parametrize("same", [True, False])
+    def test_attention(self, same):
+        model = nn.ModuleList([nn.MultiheadAttention(4, 2, batch_first=True)]).double()
+
+        def loss_fn(batch):
+            query, memory = batch
+            return model[0](query, *[query if same else memory] * 2)[0].square().mean((1, 2))
+
+        assert_equals_twin(
+            model, loss_fn, (torch.randn(5, 3, 4).double(), torch.randn(5, 6, 4).double())
+        )
+
+    def test_a_parameter_used_in_many_ways(self):
+        model = nn.ParameterList([nn.Parameter(torch.randn(4, 4).double())])
+
+        def loss_fn(x):
+            w = model[0]
+            hidden = F.linear(x, w) + x @ w + w.diagonal() + x * w[0] + w.sum()
+            return hidden.square().mean(1)
+
+        assert_equals_twin(model, loss_fn, torch.randn(5, 4).double(), tolerance=1e-11)
+
+    def test_uses_that_do_not_reach_the_loss(self):
+        model = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)]).double()
+
+        def loss_fn(x):
+            model[1](x)  # thrown away
+            return (model[0](x) + model[0](x).detach()).square().mean(1)
+
+        assert_equals_twin(model, loss_fn, torch.randn(5, 3).double())
+
+    @pytest.mark.parametrize("where", ["inside", "around"])
+    def test_autocast(self, where):
+        model = nn.Sequential(nn.Linear(16, 32), nn.LayerNorm(32), nn.GELU(), nn.Linear(32, 4))
+        batch = torch.randn(12, 16), torch.randint(0, 4, (12,))
+
+        def loss_fn(batch):
+            with torch.autocast("cpu", torch.bfloat16):
+                logits = model(batch[0])
+            return F.cross_entropy(logits.float(), batch[1], reduction="none")
+
+        Clipper(model, 4, engine="stream").backward(loss_fn, batch)
+        wanted = [p.grad for p in model.parameters()]
+        model.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=where == "around"):
+            Clipper(model, 4, engine="fused").backward(loss_fn, batch)
+        properties.assert_close([p.grad for p in model.parameters()], wanted, 0.02)
+
+    def test_chunks(self):
+        model = nn.Linear(3, 2).double()
+        x = torch.randn(10, 3).double()
+
+        def loss_fn(x):
+            return model(x).square().mean(1)
+
+        Clipper(model, 2, engine="stream").backward(loss_fn, x)
+        wanted = [p.grad for p in model.parameters()]
+        model.zero_grad()
+        clipper = Clipper(model, 2, engine="fused")
+        clipper.fold(loss_fn, x[:4])
+        clipper.fold(loss_fn, x[4:])
+        clipper.finish()
+        properties.assert_close([p.grad for p in model.parameters()], wanted, 1e-12)
+
+    def test_grad_scaler(self):
+        model = nn.Linear(3, 2)
+        x = torch.randn(10, 3)
+
+        def loss_fn(x):
+            return model(x).square().mean(1)
+
+        plain = Clipper(model, 2, engine="fused").backward(loss_fn, x)
+        wanted = [1024 * p.grad for p in model.parameters()]
+        model.zero_grad()
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        outcome = Clipper(model, 2, engine="fused", grad_scaler=scaler).backward(loss_fn, x)
+        properties.assert_close([p.grad for p in model.parameters()], wanted, 1e-5)
+        assert outcome.norms.tolist() == pytest.approx(plain.norms.tolist(), rel=1e-6)
+
+    @pytest.mark.parametrize("policy", ["propagate", "skip"])
+    def test_not_finite(self, policy):
+        model = nn.Linear(3, 2)
+        x = torch.randn(6, 3)
+        x[3] = torch.nan
+        clipper = Clipper(model, 2, engine="fused", nonfinite=policy)
+        if policy == "propagate":
+            clipper.backward(lambda x: model(x).square().mean(1), x)
+            assert all(p.grad.isnan().all() for p in model.parameters())
+            return
+        with pytest.warns(RuntimeWarning, match="Left 1 of 3"):
+            clipper.backward(lambda x: model(x).square().mean(1), x)
+        found = [p.grad.clone() for p in model.parameters()]
+        model.zero_grad()
+        good = torch.cat([x[:2], x[4:]])
+        Clipper(model, 2).backward(lambda x: model(x).square().mean(1), good)
+        properties.assert_close(found, [p.grad for p in model.parameters()], 1e-5)
+
+
+class TestRefusals:
+    def refused(self, model, loss_fn, batch, message):
+        with pytest.raises(NotImplementedError, match=message):
+            Clipper(model, 2, engine="fused").backward(loss_fn, batch)
+        assert all(p.grad is None for p in model.parameters())
+
+    def test_mean_loss(self):
+        model = nn.Linear(3, 2)
+        self.refused(model, lambda x: model(x).mean(), torch.randn(4, 3), "one loss per example")
+
+    def test_batchnorm_by_its_name(self):
+        model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+        self.refused(model, lambda x: model(x).mean(1), torch.randn(4, 3), "'1' is a BatchNorm1d")
+        model.eval()
+        Clipper(model, 2, engine="fused").backward(lambda x: model(x).mean(1), torch.randn(4, 3))
+
+    def test_functional_batchnorm(self):
+        model = nn.Linear(3, 3)
+        self.refused(
+            model,
+            lambda x: F.batch_norm(model(x), None, None, model.bias, training=True).mean(1),
+            torch.randn(4, 3),
+            "mixes examples",
+        )
+
+    @pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+    def test_hooks(self, register):
+        model = nn.Linear(3, 2)
+        getattr(model.weight, register)(lambda _: None)
+        self.refused(model, lambda x: model(x).mean(1), torch.randn(4, 3), "'weight' has a hook")
+
+    def test_sparse_embeddings(self):
+        model = nn.Embedding(4, 2, sparse=True)
+        self.refused(model, lambda x: model(x).mean(1), torch.tensor([0, 1, 2, 3]), "sparse")
+
+    def test_examples_nowhere_near_the_first_dimension(self):
+        model = nn.Linear(3, 2)
+        self.refused(
+            model,
+            lambda x: model(x.transpose(0, 1)).mean((0, 2)),
+            torch.randn(4, 5, 3),
+            r"'weight' meets a tensor of shape \(5, 4, 3\) in a batch of 4",
+        )
+
+    def test_products_without_examples(self):
+        model = nn.ParameterList([torch.randn(3, 3), torch.randn(3, 3)])
+
+        def loss_fn(x):
+            return (x @ F.linear(model[0], model[1])).mean(1)
+
+        self.refused(model, loss_fn, torch.randn(4, 3), "without examples")
