@@ -32,7 +32,7 @@ class DemoConfig:
 
     out: Path = Path("demo-output")
     """Folder for the page, the picture and the finished runs."""
-    seeds: int = 5
+    seeds: int = 8
     """How many times each setting is trained for the comparison; 2 or more."""
     steps: int = 400
     """Optimizer steps per training."""
@@ -86,8 +86,9 @@ class DemoConfig:
 
     @property
     def evaluation_seeds(self) -> range:
-        """The seeds of the comparison; the one for choosing learning rates is not among them."""
-        return range(TUNING_SEED + 1, TUNING_SEED + 1 + self.seeds)
+        """The seeds of the comparison; those for choosing learning rates are not among them."""
+        first = len(TUNING_SEEDS)
+        return range(first, first + self.seeds)
 
     @property
     def watched(self) -> int:
@@ -101,7 +102,7 @@ class DemoConfig:
         return self.workers or usable_cores()
 
 
-TUNING_SEED = 0
+TUNING_SEEDS = range(2)
 
 
 def usable_cores() -> int:

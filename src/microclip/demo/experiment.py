@@ -80,18 +80,19 @@ def _pool(processes: int) -> Iterator[ProcessPoolExecutor]:
 
 @contextlib.contextmanager
 def _interrupts_held_off() -> Iterator[None]:
-    """Let processes that are started meanwhile ignore Ctrl-C: ending them is left to the pool.
+    """Let processes that are started meanwhile not hear Ctrl-C: ending them is left to the pool.
 
-    A terminal sends it to all of them, and each would print where it was interrupted.
+    A terminal sends it to all of them, and each would print where it was interrupted. Blocked, not
+    ignored: a Ctrl-C that comes just now reaches this process as soon as the block is left.
     """
-    if threading.current_thread() is not threading.main_thread():
-        yield  # signals are the main thread's business
+    if not hasattr(signal, "pthread_sigmask"):
+        yield  # not on this system; the processes will print more than they should
         return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _prepare_worker() -> None:

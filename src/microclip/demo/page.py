@@ -9,7 +9,7 @@ from html import escape
 from importlib.metadata import version
 
 from microclip.demo import pictures
-from microclip.demo.config import TEST_IMAGES, TRAINING_IMAGES, TUNING_SEED, VALIDATION_IMAGES
+from microclip.demo.config import TEST_IMAGES, TRAINING_IMAGES, TUNING_SEEDS, VALIDATION_IMAGES
 from microclip.demo.plan import FIRST_RATES
 from microclip.demo.summary import Summary, percent, points, weights_sentence
 from microclip.demo.train import HIDDEN, SCHEDULE, WEIGHT_DECAY
@@ -102,7 +102,7 @@ def _weights(summary: Summary) -> str:
 def _rates(summary: Summary) -> str:
     caption = (
         "How to read it: the validation accuracy of every learning rate that was tried, on the "
-        "tuning seed; the highest point of a line is the rate that its setting was then given. A "
+        "tuning seeds; the highest point of a line is the rate that its setting was then given. A "
         "line that stays high forgives a rate that is not quite right."
     )
     return "<h2>And the learning rate?</h2>\n" + _figure(
@@ -130,7 +130,7 @@ def _what_was_run(summary: Summary) -> str:
             "learning rate",
             f"per setting: best validation accuracy among "
             f"{', '.join(f'{rate:g}' for rate in FIRST_RATES)} and further ones where the best "
-            f"was on the edge; seed {TUNING_SEED}, used for nothing else",
+            f"was on the edge; {len(TUNING_SEEDS)} seeds, used for nothing else",
         ),
         (
             "seeds",
@@ -150,7 +150,7 @@ def _limits(summary: Summary) -> str:
         "<p>A proof. It is a toy: small images, a small network, wrong labels of the simplest "
         f"kind, {summary.config.seeds} seeds. The intervals tell how much seeds scatter, not what "
         "other data would say, nor how lucky each setting was with its learning rate, which was "
-        "chosen on a single seed. Choosing by clean validation labels is a luxury that noisy data "
+        "chosen on two seeds. Choosing by clean validation labels is a luxury that noisy data "
         "seldom offers. And plain training with a well-chosen learning rate, which ends before "
         "wrong labels are learnt by heart, is a strong rival: on your data, compare at your own "
         "scale, with the learning rate tuned for both.</p>"

@@ -115,7 +115,7 @@ def rates(summary: Summary, theme: Theme) -> bytes:
     """Draw the validation accuracy of every learning rate that was tried."""
     figure = Figure(figsize=(6.2, 4.4), layout="constrained")
     axes = figure.subplots()
-    _style(axes, theme, "Validation accuracy by learning rate, one seed", "accuracy, %")
+    _style(axes, theme, "Validation accuracy by learning rate, mean of two seeds", "accuracy, %")
     batch_size = summary.config.batch_size
     drawn = [setting for setting in summary.tuning if setting != batch_size]  # b = B is plain
     for index, setting in enumerate(drawn):

@@ -1,16 +1,16 @@
 """Which runs the demo consists of, given those that are finished. Pure functions; nothing runs.
 
-First every setting is trained with a few learning rates on a seed that is used for nothing else.
-The rate with the best validation accuracy is taken, but never one on the edge of what was tried:
-then the grid grows in that direction. Test accuracy plays no part in it. With its own rate each
-setting is trained on the evaluation seeds, the same ones for all.
+First every setting is trained with a few learning rates on seeds that are used for nothing else.
+The rate with the best mean validation accuracy is taken, but never one on the edge of what was
+tried: then the grid grows in that direction. Test accuracy plays no part in it. With its own rate
+each setting is trained on the evaluation seeds, the same ones for all.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from microclip.demo.config import TUNING_SEED, DemoConfig, Setting
+from microclip.demo.config import TUNING_SEEDS, DemoConfig, Setting
 from microclip.demo.train import Result, Run
 
 RATES = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
@@ -42,9 +42,14 @@ def expected(config: DemoConfig, finished: Finished) -> list[Run]:
 
 
 def tried(config: DemoConfig, setting: Setting, finished: Finished) -> dict[float, float]:
-    """Return the validation accuracy of each learning rate that a setting was tuned with."""
-    runs = _tuning(config, setting, RATES)
-    return {run.learning_rate: finished[run].validation_accuracy for run in runs if run in finished}
+    """Return the mean validation accuracy of each rate whose tuning runs are all finished."""
+    accuracies = {}
+    for rate in RATES:
+        results = [finished.get(run) for run in _tuning(config, setting, [rate])]
+        found = [result.validation_accuracy for result in results if result is not None]
+        if len(found) == len(results):
+            accuracies[rate] = sum(found) / len(found)
+    return accuracies
 
 
 def chosen_rate(config: DemoConfig, setting: Setting, finished: Finished) -> float | None:
@@ -82,7 +87,7 @@ def _next_runs(config: DemoConfig, setting: Setting, finished: Finished) -> list
 
 
 def _tuning(config: DemoConfig, setting: Setting, rates: Iterable[float]) -> list[Run]:
-    return [_run(config, setting, rate, TUNING_SEED) for rate in sorted(rates)]
+    return [_run(config, setting, rate, seed) for rate in sorted(rates) for seed in TUNING_SEEDS]
 
 
 def _evaluation(config: DemoConfig, setting: Setting, rate: float) -> list[Run]:

@@ -12,7 +12,7 @@ def print_summary(summary: Summary, console: Console) -> None:
     """Print the results, what happened to wrong labels, and the sentence that follows."""
     console.print(results_table(summary))
     console.print(
-        "Learning rates were chosen on clean validation data and a seed of their own; "
+        "Learning rates were chosen on clean validation data and seeds of their own; "
         "test labels are clean. Intervals are 95 %.",
         highlight=False,
     )
