@@ -16,9 +16,9 @@ from functools import partial
 import torch
 
 from microclip import Clipper
-from models import TASKS, Task
 
 from measure import Step, interleaved, peak_memory, ratio
+from models import TASKS, Task
 
 COLUMNS = ("accumulate", "stream", "two_pass", "fused", "auto")
 

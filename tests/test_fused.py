@@ -67,8 +67,8 @@ class TestAlgebra:
         assert rows.squared_norms(Groups([1, 1])).tolist() == [125, 61]
 
     def test_long_rows_are_formed_and_short_ones_are_not(self):
-        assert self.rows(2, 2, per_example=8).forming_is_cheaper(self.groups)
-        assert not self.rows(64, 64, per_example=1).forming_is_cheaper(self.groups)
+        assert self.rows(64, 64, per_example=32).forming_is_cheaper(self.groups)
+        assert not self.rows(64, 64, per_example=2).forming_is_cheaper(self.groups)
 
     def test_blocks(self):
         blocks = list(Groups([3, 3, 1, 2, 2]))

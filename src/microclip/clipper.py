@@ -9,7 +9,8 @@ from typing import Any, overload
 import torch
 from torch import Tensor, nn
 
-from microclip.engines.choose import ENGINES, Chooser, Engine, EngineName, check
+from microclip.engines.base import Engine
+from microclip.engines.choose import ENGINES, Chooser, EngineName, check
 from microclip.engines.gradients import deposit, take, trainable
 from microclip.engines.losses import LossFn
 from microclip.engines.stream import Stream

@@ -9,6 +9,7 @@ from typing import Literal, get_args
 from torch import nn
 from torch.amp import GradScaler
 
+from microclip.engines.base import Engine
 from microclip.engines.fused.engine import Fused
 from microclip.engines.gradients import trainable
 from microclip.engines.losses import LossFn
@@ -21,7 +22,6 @@ from microclip.rules import Rule
 
 EngineName = Literal["auto", "stream", "two_pass", "fused"]
 ENGINES: tuple[str, ...] = get_args(EngineName)
-Engine = Stream | TwoPass | Fused
 
 logger = logging.getLogger("microclip")
 
@@ -71,7 +71,7 @@ class Chooser:
             return self._make(Fused, tally)
         return self.for_chunks(tally)
 
-    def _make(self, engine: type[Stream] | type[TwoPass] | type[Fused], tally: Tally) -> Engine:
+    def _make(self, engine: type[Engine], tally: Tally) -> Engine:
         return engine(self.model, trainable(self.model), tally, self.scaler)
 
     def _is_new(self, cuts: Cuts) -> bool:

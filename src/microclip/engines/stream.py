@@ -8,47 +8,38 @@ out bit for bit and no intermediate value leaves the range of the gradients them
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
+from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.amp import GradScaler
+from torch import Tensor
 
 from microclip import multitensor
+from microclip.engines.base import Engine
 from microclip.engines.gradients import Gradients, add_multiple, set_aside, take
 from microclip.engines.losses import LossFn, backward, evaluate, unscale
-from microclip.engines.tally import Tally
-from microclip.microbatches import Microbatch
+from microclip.microbatches import Cuts, Microbatch
 from microclip.rules import countable
 
 
-class Stream:
+class Stream(Engine):
     """Adds up micro-batch gradients as they come."""
 
     name = "stream"
 
-    def __init__(
-        self,
-        model: nn.Module,
-        parameters: dict[str, nn.Parameter],
-        tally: Tally,
-        scaler: GradScaler | None = None,
-    ) -> None:
-        self.parameters = parameters
-        self._device = next(iter(parameters.values())).device
-        self._tally = tally
-        self._scaler = scaler
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self._open: dict[Hashable, _Sum] = {}
         self._closed: Gradients = {}
 
-    def fold(self, loss_fn: LossFn, microbatches: Sequence[Microbatch], final: bool) -> None:
+    def fold(self, loss_fn: LossFn, microbatches: Cuts, final: bool) -> None:
         """Add the gradients of these micro-batches; `final`: no others will follow."""
         with set_aside(self.parameters):
             for index, microbatch in enumerate(microbatches):
                 if final and index and microbatches[index - 1].domain != microbatch.domain:
                     self._close(microbatches[index - 1].domain)
                 loss, each = evaluate(loss_fn, microbatch)
-                backward(loss, self._scaler)
+                backward(loss, self.scaler)
                 self.add(take(self.parameters), microbatch, loss.detach(), each)
 
     @torch.no_grad()
@@ -60,10 +51,10 @@ class Stream:
         each: Tensor | None = None,
     ) -> None:
         """Add one micro-batch's gradients, which the engine may overwrite from now on."""
-        norm = multitensor.norm(list(gradients.values()), self._device)
-        norm = unscale(norm, self._scaler)
-        self._tally.add(microbatch, norm, loss, each)
-        policy = self._tally.policy
+        norm = multitensor.norm(list(gradients.values()), self.device)
+        norm = unscale(norm, self.scaler)
+        self.tally.add(microbatch, norm, loss, each)
+        policy = self.tally.policy
         if policy.nonfinite != "propagate":
             _blank_if_nonfinite(gradients, norm)
         # a rule that does not stream comes here with a single micro-batch, where any factor will do
@@ -74,8 +65,8 @@ class Stream:
     @torch.no_grad()
     def finish(self) -> Gradients:
         """Return sum_j coefficient_j g_j."""
-        self._tally.leave_out()
-        divisor = self._tally.divisor()
+        self.tally.leave_out()
+        divisor = self.tally.divisor()
         domain, last = self._open.popitem()
         for other in list(self._open):
             self._close(other)
@@ -91,8 +82,8 @@ class Stream:
 
     def _multiplier(self, domain: Hashable) -> Tensor:
         """Return weight x size of the domain's first micro-batch that counts (0: none does)."""
-        shares = self._tally.judge(domain).weights * self._tally.sizes(domain)
-        first = countable(self._tally.norms(domain)).isfinite().int().argmax(0, keepdim=True)
+        shares = self.tally.judge(domain).weights * self.tally.sizes(domain)
+        first = countable(self.tally.norms(domain)).isfinite().int().argmax(0, keepdim=True)
         return shares.gather(0, first).squeeze(0)
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 
 from microclip import multitensor
+from microclip.engines.base import Engine
 from microclip.engines.fused.engine import Fused
 from microclip.engines.fused.record import CannotFuseError
 from microclip.engines.gradients import Gradients
@@ -39,7 +40,7 @@ class EngineReport:
     suspect: str | None = None  # the parameter with the largest error, if it is too large
 
 
-def certain(policy: Policy) -> type[Stream] | type[TwoPass]:
+def certain(policy: Policy) -> type[Engine]:
     """Return the engine that works for every model."""
     return Stream if policy.rule.streams else TwoPass
 
@@ -58,7 +59,7 @@ def try_out(
     random_state, buffers = RandomState.now(devices), copies_of_buffers(model)
     fallback = certain(policy)
 
-    def run(engine: type[Stream] | type[TwoPass] | type[Fused]) -> tuple[Gradients, float]:
+    def run(engine: type[Engine]) -> tuple[Gradients, float]:
         put_back(model, buffers)
         tally = Tally(policy, step=0)
         start = time.perf_counter()
@@ -81,8 +82,8 @@ def try_out(
 
 
 def _compare(
-    run: Callable[[type], tuple[Gradients, float]],
-    fallback: type[Stream] | type[TwoPass],
+    run: Callable[[type[Engine]], tuple[Gradients, float]],
+    fallback: type[Engine],
     before: RandomState,
     devices: set[torch.device],
 ) -> EngineReport:

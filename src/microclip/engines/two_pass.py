@@ -10,20 +10,20 @@ that calculate partly in lower precision round differently in the two passes.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.amp import GradScaler
 
 from microclip import multitensor
+from microclip.engines.base import Engine
 from microclip.engines.gradients import Gradients, add_multiple, set_aside, take
 from microclip.engines.losses import LossFn, backward, evaluate, unscale
 from microclip.engines.randomness import RandomState
-from microclip.engines.tally import Tally
-from microclip.microbatches import Microbatch
+from microclip.microbatches import Cuts, Microbatch
 
 
 @dataclass(frozen=True)
@@ -36,29 +36,19 @@ class _Visit:
     loss: Tensor
 
 
-class TwoPass:
+class TwoPass(Engine):
     """Visits every micro-batch twice."""
 
     name = "two_pass"
 
-    def __init__(
-        self,
-        model: nn.Module,
-        parameters: dict[str, nn.Parameter],
-        tally: Tally,
-        scaler: GradScaler | None = None,
-    ) -> None:
-        self._model = model
-        self.parameters = parameters
-        self._device = next(iter(parameters.values())).device
-        self._devices = {parameter.device for parameter in parameters.values()}
-        self._tally = tally
-        self._scaler = scaler
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._devices = {parameter.device for parameter in self.parameters.values()}
         self._visits: list[_Visit] = []
         self._touched: set[str] = set()
-        self._buffers = copies_of_buffers(model)
+        self._buffers = copies_of_buffers(self.model)
 
-    def fold(self, loss_fn: LossFn, microbatches: Sequence[Microbatch], final: bool) -> None:
+    def fold(self, loss_fn: LossFn, microbatches: Cuts, final: bool) -> None:
         """First pass: take the norms of these micro-batches, and remember how to come back."""
         norms: dict[str, Tensor] = {}
 
@@ -75,20 +65,20 @@ class TwoPass:
             for microbatch in microbatches:
                 state = RandomState.now(self._devices)
                 loss, each = evaluate(loss_fn, microbatch)
-                backward(loss, self._scaler)
-                norm = unscale(multitensor.join(norms.values(), self._device), self._scaler)
-                self._tally.add(microbatch, norm, loss.detach(), each)
+                backward(loss, self.scaler)
+                norm = unscale(multitensor.join(norms.values(), self.device), self.scaler)
+                self.tally.add(microbatch, norm, loss.detach(), each)
                 self._touched.update(norms)
                 norms.clear()
                 self._visits.append(_Visit(loss_fn, microbatch, state, loss.detach()))
 
     def finish(self) -> Gradients:
         """Second pass: add up what is now known to be each gradient's share."""
-        coefficients = self._tally.coefficients()
-        left_out = set(self._tally.leave_out())
+        coefficients = self.tally.coefficients()
+        left_out = set(self.tally.leave_out())
         sums: Gradients = {}
-        random_state, buffers = RandomState.now(self._devices), copies_of_buffers(self._model)
-        put_back(self._model, self._buffers)
+        random_state, buffers = RandomState.now(self._devices), copies_of_buffers(self.model)
+        put_back(self.model, self._buffers)
         try:
             with set_aside(self.parameters):
                 for row, visit in enumerate(self._visits):
@@ -97,7 +87,7 @@ class TwoPass:
         finally:
             # generators and buffers have already moved on once, in the first pass
             random_state.restore()
-            put_back(self._model, buffers)
+            put_back(self.model, buffers)
         for name in self._touched - set(sums):  # every micro-batch that reaches it was left out
             zero = torch.zeros_like(self.parameters[name])
             sums[name] = torch.view_as_real(zero) if zero.is_complex() else zero
@@ -111,7 +101,7 @@ class TwoPass:
         with self._each_gradient(add):
             loss, _ = evaluate(visit.loss_fn, visit.microbatch)
             _expect_same(visit.loss, loss.detach())
-            backward(loss, self._scaler)
+            backward(loss, self.scaler)
 
     @contextmanager
     def _each_gradient(self, receive: Callable[[str, Tensor], None]) -> Iterator[None]:

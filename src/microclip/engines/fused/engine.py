@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
-from torch.amp import GradScaler
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from microclip.engines.base import Engine
 from microclip.engines.fused.anything import anything
 from microclip.engines.fused.groups import Groups
 from microclip.engines.fused.layers import HANDLERS
@@ -14,26 +16,17 @@ from microclip.engines.fused.record import CannotFuseError, Recorder
 from microclip.engines.fused.uses import Formed, Rows, Use, squared_norms, sum_of
 from microclip.engines.gradients import Gradients, add_multiple, set_aside
 from microclip.engines.losses import LossFn, backward, call, unscale
-from microclip.engines.tally import Tally
 from microclip.microbatches import Cuts, tensors_of
 
 
-class Fused:
+class Fused(Engine):
     """Visits all examples of a chunk at once."""
 
     name = "fused"
 
-    def __init__(
-        self,
-        model: nn.Module,
-        parameters: dict[str, nn.Parameter],
-        tally: Tally,
-        scaler: GradScaler | None = None,
-    ) -> None:
-        _check(model, parameters)
-        self.parameters = parameters
-        self._tally = tally
-        self._scaler = scaler
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        _check(self.model, self.parameters)
         self._chunks: list[_Uses] = []
 
     def fold(self, loss_fn: LossFn, microbatches: Cuts, final: bool) -> None:
@@ -52,19 +45,19 @@ class Fused:
                     'mean. Return the losses themselves, as reduction="none" does.'
                 )
             means = groups.sum(losses) / groups.sizes_like(losses)
-            backward(means.sum(), self._scaler)
+            backward(means.sum(), self.scaler)
             uses.complete(self.parameters)
-        norms = unscale(uses.norms(), self._scaler)
+        norms = unscale(uses.norms(), self.scaler)
         each = torch.split(losses.detach(), groups.sizes)
         for row, microbatch in enumerate(microbatches):
-            self._tally.add(microbatch, norms[row], means[row].detach(), each[row])
+            self.tally.add(microbatch, norms[row], means[row].detach(), each[row])
         self._chunks.append(uses)
 
     @torch.no_grad()
     def finish(self) -> Gradients:
         """Add up what is now known to be each gradient's share."""
-        rows = self._tally.leave_out()
-        coefficients = self._tally.coefficients()
+        rows = self.tally.leave_out()
+        coefficients = self.tally.coefficients()
         left_out = torch.zeros_like(coefficients, dtype=torch.bool)
         left_out[rows] = True
         one, sums = torch.ones_like(coefficients[0]), Gradients()
@@ -96,8 +89,12 @@ class _Uses:
         uses.append(use)
         if len(uses) == self._expected[name] and name not in self._derived:
             if len(uses) == 1 and isinstance(use, Rows) and use.forming_is_cheaper(self.groups):
-                self._of[name] = [Formed(use.form(self.groups))]
-            self._squares[name] = squared_norms(self._of[name], self.groups)
+                formed = Formed(use.form(self.groups))
+                self._squares[name] = formed.squared_norms(self.groups)
+                if formed.nbytes <= 2 * use.nbytes:  # else the rows are kept, and multiplied again
+                    self._of[name] = [formed]
+            else:
+                self._squares[name] = squared_norms(uses, self.groups)
 
     @torch.no_grad()
     def complete(self, parameters: dict[str, nn.Parameter]) -> None:

@@ -173,8 +173,9 @@ class Recorder(TorchFunctionMode):
 
     def formed(self, values: Tensor) -> Formed:
         """Add up a tensor with the examples along the first dimension within micro-batches."""
-        each = values.reshape(self.groups.examples, -1, *values.shape[1:])
-        return Formed(self.groups.sum(each.sum(1)))
+        if len(values) > self.groups.examples:
+            values = values.reshape(self.groups.examples, -1, *values.shape[1:]).sum(1)
+        return Formed(self.groups.sum(values))
 
     @contextmanager
     def arranged(self, arrangement: Arrangement) -> Iterator[None]:

@@ -1,0 +1,41 @@
+"""What all engines have in common: what they work on, and the two verbs."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+from torch import nn
+from torch.amp import GradScaler
+
+from microclip.engines.gradients import Gradients
+from microclip.engines.losses import LossFn
+from microclip.engines.tally import Tally
+from microclip.microbatches import Cuts
+
+
+class Engine(ABC):
+    """Made for one step; takes micro-batches with `fold` and gives the gradient with `finish`."""
+
+    name: ClassVar[str]
+
+    def __init__(
+        self,
+        model: nn.Module,
+        parameters: dict[str, nn.Parameter],
+        tally: Tally,
+        scaler: GradScaler | None = None,
+    ) -> None:
+        self.model = model
+        self.parameters = parameters
+        self.tally = tally
+        self.scaler = scaler
+        self.device = next(iter(parameters.values())).device
+
+    @abstractmethod
+    def fold(self, loss_fn: LossFn, microbatches: Cuts, final: bool) -> None:
+        """Take in micro-batches; `final`: no others will follow. `.grad` is left as it was."""
+
+    @abstractmethod
+    def finish(self) -> Gradients:
+        """Return sum_j coefficient_j g_j, once all micro-batches have been taken in."""

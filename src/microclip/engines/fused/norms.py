@@ -1,0 +1,125 @@
+"""Normalisation layers: a scale and a shift of what they normalise."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from microclip.engines.fused.elementwise import Broadcast, note_sum
+from microclip.engines.fused.record import (
+    CannotFuseError,
+    Handler,
+    Recorder,
+    apply,
+    without_dispatch,
+)
+
+
+class _LayerNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        anchor: Tensor,
+        x: Tensor,
+        shape: list[int],
+        weight: Tensor | None,
+        bias: Tensor | None,
+        eps: float,
+        note: Handler,
+    ) -> Tensor:
+        if torch.is_autocast_enabled(x.device.type):
+            x = x.float()
+        out, mean, rstd = torch.native_layer_norm(x, shape, weight, bias, eps)
+        ctx.save_for_backward(x, weight, bias, mean, rstd)
+        ctx.shape, ctx.note = shape, note
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, d: Tensor) -> Any:
+        x, weight, bias, mean, rstd = ctx.saved_tensors
+        ctx.note(lambda: (x - mean) * rstd, d)
+        dx = None
+        if ctx.needs_input_grad[1]:
+            dx = torch.ops.aten.native_layer_norm_backward(
+                d, x, ctx.shape, mean, rstd, weight, bias, [True, False, False]
+            )[0]
+        return None, dx, None, None, None, None, None
+
+
+def layer_norm(
+    recorder: Recorder,
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Tensor:
+    """F.layer_norm: scale and shift of normalised rows."""
+    w, b = recorder.name(weight), recorder.name(bias)
+    recorder.check(input, w or b)
+    recorder.expect(w, b)
+    over = tuple(range(1, input.dim() - len(normalized_shape)))
+    arrange = recorder.arrangement
+
+    def note(normalised: Handler, d: Tensor) -> None:
+        for name, values in ((w, lambda: normalised() * d), (b, lambda: d)):
+            if name is not None:
+                summed = arrange(values()).sum(over) if over else arrange(values())
+                recorder.on_use(name, recorder.formed(summed))
+
+    held = [None if tensor is None else tensor.detach() for tensor in (weight, bias)]
+    return apply(_LayerNorm, recorder.anchor, input, list(normalized_shape), *held, eps, note)
+
+
+def group_norm(
+    recorder: Recorder,
+    input: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Tensor:
+    """F.group_norm: scale and shift of normalised channels."""
+    goal = (input.shape[1], *(1,) * (input.dim() - 2))
+    normalised = F.group_norm(input, num_groups, eps=eps)
+    return _scale_and_shift(recorder, normalised, weight, bias, goal)
+
+
+def rms_norm(
+    recorder: Recorder,
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+) -> Tensor:
+    """F.rms_norm: scale of normalised rows."""
+    normalised = F.rms_norm(input, list(normalized_shape), eps=eps)
+    return _scale_and_shift(recorder, normalised, weight, None, normalized_shape)
+
+
+def _scale_and_shift(
+    recorder: Recorder, x: Tensor, weight: Tensor | None, bias: Tensor | None, goal: Sequence[int]
+) -> Tensor:
+    for parameter, product in ((weight, True), (bias, False)):
+        name = recorder.name(parameter)
+        if parameter is None:
+            continue
+        if name is None:
+            x = x * parameter.view(goal) if product else x + parameter.view(goal)
+            continue
+        recorder.check(x, name)
+        recorder.expect(name)
+        note = note_sum(recorder, name, parameter.shape, goal)
+        x = apply(Broadcast, recorder.anchor, x, parameter.detach().view(goal), product, note)
+    return x
+
+
+def batch_norm(recorder: Recorder, *args: Any, **kwargs: Any) -> Any:
+    """F.batch_norm, which mixes examples unless it is in evaluation mode."""
+    if kwargs.get("training", args[5] if len(args) > 5 else False):
+        raise CannotFuseError("BatchNorm in training mode mixes examples.")
+    return recorder.anything(recorder, without_dispatch(F.batch_norm), args, kwargs)
