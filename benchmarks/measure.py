@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -41,13 +43,29 @@ def peak_memory(step: Step) -> int:
 
     Counted from the allocator's own events, so it does not depend on what the system does.
     """
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+    with (
+        _silent_stderr(),
+        profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded,
+    ):
         step()
     alive = peak = 0
     for event in _allocations(recorded):
         alive += event
         peak = max(peak, alive)
     return peak
+
+
+@contextmanager
+def _silent_stderr() -> Iterator[None]:
+    """Keep the profiler's own log lines, which come from C++, out of the table."""
+    kept, nothing = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nothing, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nothing)
 
 
 def _allocations(recorded: profile) -> list[int]:

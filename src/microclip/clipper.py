@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Hashable
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch import Tensor, nn
@@ -15,10 +15,12 @@ from microclip.engines.gradients import deposit, take, trainable
 from microclip.engines.losses import LossFn
 from microclip.engines.stream import Stream
 from microclip.engines.tally import REDUCTIONS, Policy, Reduction, Tally
-from microclip.engines.trial import EngineReport
 from microclip.microbatches import Domains, Ids, Microbatch, check_size, cut
 from microclip.outcome import Outcome
 from microclip.rules import NONFINITE, MinNorm, Nonfinite, Rule
+
+if TYPE_CHECKING:
+    from microclip.engines.trial import EngineReport
 
 
 class Clipper:

@@ -1,24 +1,29 @@
-"""Choosing an engine for a step."""
+"""Choosing an engine for a step.
+
+The single-pass engine and its trial are imported when they are first needed: most of what
+`import microclip` would cost is theirs.
+"""
 
 from __future__ import annotations
 
 import logging
 import warnings
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 from torch import nn
 from torch.amp import GradScaler
 
 from microclip.engines.base import Engine
-from microclip.engines.fused.engine import Fused
 from microclip.engines.gradients import trainable
 from microclip.engines.losses import LossFn
 from microclip.engines.stream import Stream
 from microclip.engines.tally import Tally
-from microclip.engines.trial import NOT_FINITE, EngineReport, try_out
 from microclip.engines.two_pass import TwoPass
 from microclip.microbatches import Cuts
 from microclip.rules import Rule
+
+if TYPE_CHECKING:
+    from microclip.engines.trial import EngineReport
 
 EngineName = Literal["auto", "stream", "two_pass", "fused"]
 ENGINES: tuple[str, ...] = get_args(EngineName)
@@ -49,7 +54,7 @@ class Chooser:
     def for_chunks(self, tally: Tally) -> Engine:
         """Make the engine for a step of several parts, whose number is not known."""
         if self.name == "fused":
-            return self._make(Fused, tally)
+            return self._single_pass(tally)
         two_pass = self.name == "two_pass" or not tally.policy.rule.streams
         return self._make(TwoPass if two_pass else Stream, tally)
 
@@ -61,6 +66,8 @@ class Chooser:
         if self.name != "auto":
             return self.for_chunks(tally)
         if self._is_new(cuts):
+            from microclip.engines.trial import NOT_FINITE, try_out
+
             self.report = try_out(
                 self.model, trainable(self.model), loss_fn, cuts, tally.policy, self.scaler
             )
@@ -68,8 +75,13 @@ class Chooser:
                 self._tried.pop()  # the next batch may tell
             self._announce(self.report)
         if self.report is not None and self.report.engine == "fused":
-            return self._make(Fused, tally)
+            return self._single_pass(tally)
         return self.for_chunks(tally)
+
+    def _single_pass(self, tally: Tally) -> Engine:
+        from microclip.engines.fused.engine import Fused
+
+        return self._make(Fused, tally)
 
     def _make(self, engine: type[Engine], tally: Tally) -> Engine:
         return engine(self.model, trainable(self.model), tally, self.scaler)
