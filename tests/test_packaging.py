@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+import sysconfig
 import tomllib
 from importlib import metadata
 from pathlib import Path
@@ -48,7 +49,9 @@ def test_every_dependency_is_pinned():
 def test_what_is_installed_is_what_is_pinned():
     """Also what dependencies brought along; this package, pip and a GPU's libraries aside."""
     aside = re.compile(r"microclip|pip|setuptools|triton|nvidia-.*|cuda-.*")
-    installed = {normal(d.name): d.version.split("+")[0] for d in metadata.distributions()}
+    # not all of sys.path: setuptools, once imported, adds a folder of packages it carries along
+    found = metadata.distributions(path=[sysconfig.get_path("purelib")])
+    installed = {normal(d.name): d.version.split("+")[0] for d in found}
     ours = {name: version for name, version in installed.items() if not aside.fullmatch(name)}
     assert ours.items() <= pins().items()
 
