@@ -2,6 +2,7 @@
 
 import logging
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -186,3 +187,32 @@ def test_compiled_models_are_no_obstacle():
     Clipper(model, 2, engine="stream").backward(classes(model), data)
     properties.assert_close(found, gradient(model), 1e-5)
     assert outcome.engine in ("stream", "fused")
+
+
+def test_a_rare_branch_that_cannot_be_fused_does_not_end_a_run(caplog):
+    """Once the single pass is chosen, a later batch may still need another engine."""
+    recurrent, head = nn.LSTM(4, 4, batch_first=True), nn.Linear(4, 3)
+    model = nn.ModuleList([recurrent, head])
+
+    def loss_fn(batch):
+        x, y, rare = batch
+        hidden = recurrent(x)[0][:, -1] if rare.any() else x[:, -1]
+        return F.cross_entropy(head(hidden), y, reduction="none")
+
+    data = torch.randn(8, 5, 4), torch.randint(0, 3, (8,)), torch.zeros(8, dtype=torch.bool)
+    clipper = Clipper(model, 2)
+    clipper.backward(loss_fn, data)
+    # timing decides, and either engine may win; here the single pass must have been chosen
+    clipper._chooser.report = replace(clipper.engine_report, engine="fused")
+    model.zero_grad()
+    rare = (*data[:2], torch.ones(8, dtype=torch.bool))
+    outcome = clipper.backward(loss_fn, rare)
+    assert outcome.engine == "stream"
+    assert len(outcome) == 4
+    assert "lstm" in clipper.engine_report.reason
+    assert "from now on" in caplog.text
+    found = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    Clipper(model, 2, engine="stream").backward(loss_fn, rare)
+    properties.assert_close(found, gradient(model), 1e-6)
+    assert clipper.backward(loss_fn, data).engine == "stream"

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any, overload
 import torch
 from torch import Tensor, nn
 
-from microclip.engines.base import Engine
+from microclip.engines.base import CannotFuseError, Engine
 from microclip.engines.choose import ENGINES, Chooser, EngineName, check
 from microclip.engines.gradients import deposit, take, trainable
 from microclip.engines.losses import LossFn
 from microclip.engines.stream import Stream
 from microclip.engines.tally import REDUCTIONS, Policy, Reduction, Tally
-from microclip.microbatches import Domains, Ids, Microbatch, check_size, cut
+from microclip.microbatches import Cuts, Domains, Ids, Microbatch, check_size, cut
 from microclip.outcome import Outcome
 from microclip.rules import NONFINITE, MinNorm, Nonfinite, Rule
 
@@ -240,13 +240,25 @@ class Clipper:
         self._note_sizes(sum(microbatch.size for microbatch in microbatches), final)
         try:
             if final:
-                self._engine = self._chooser.for_batch(tally, loss_fn, microbatches)
-            elif self._engine is None:
-                self._engine = self._chooser.for_chunks(tally)
+                self._fold_whole(loss_fn, microbatches)
+                return
+            self._engine = self._engine or self._chooser.for_chunks(tally)
             self._engine.fold(loss_fn, microbatches, final)
         except BaseException as error:
             self._abandon(error, final)
             raise
+
+    def _fold_whole(self, loss_fn: LossFn, microbatches: Cuts) -> None:
+        self._engine = self._chooser.for_batch(self._current(), loss_fn, microbatches)
+        try:
+            self._engine.fold(loss_fn, microbatches, final=True)
+        except (CannotFuseError, torch.OutOfMemoryError) as error:
+            # a rare branch of the model, or a batch too large, must not end a training run
+            if self._engine.name != "fused" or not self._chooser.gives_up_single_pass(error):
+                raise
+            self._tally = None
+            self._engine = self._chooser.for_batch(self._current(), loss_fn, microbatches)
+            self._engine.fold(loss_fn, microbatches, final=True)
 
     def _fold_gradient(
         self, size: int | None, loss: Tensor | None, ids: Ids | None, domain: Hashable

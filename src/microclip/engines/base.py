@@ -14,6 +14,10 @@ from microclip.engines.tally import Tally
 from microclip.microbatches import Cuts
 
 
+class CannotFuseError(NotImplementedError):
+    """The model does something that a single pass cannot take apart into micro-batches."""
+
+
 class Engine(ABC):
     """Made for one step; takes micro-batches with `fold` and gives the gradient with `finish`."""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import warnings
+from dataclasses import replace
 from typing import TYPE_CHECKING, Literal, get_args
 
 from torch import nn
@@ -77,6 +78,16 @@ class Chooser:
         if self.report is not None and self.report.engine == "fused":
             return self._single_pass(tally)
         return self.for_chunks(tally)
+
+    def gives_up_single_pass(self, error: Exception) -> bool:
+        """Whether to do a batch with a certain engine, after a single pass could not."""
+        if self.name != "auto" or self.report is None:
+            return False
+        (certain,) = self.report.seconds.keys() - {"fused"}
+        reason = f"A later batch could not be done in a single pass: {error}"
+        self.report = replace(self.report, engine=certain, reason=reason)
+        logger.warning('engine="auto" uses %s from now on: %s', certain, reason)
+        return True
 
     def _single_pass(self, tally: Tally) -> Engine:
         from microclip.engines.fused.engine import Fused

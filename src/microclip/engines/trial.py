@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 
 from microclip import multitensor
-from microclip.engines.base import Engine
+from microclip.engines.base import CannotFuseError, Engine
 from microclip.engines.fused.engine import Fused
-from microclip.engines.fused.record import CannotFuseError
 from microclip.engines.gradients import Gradients
 from microclip.engines.losses import LossFn
 from microclip.engines.randomness import RandomState

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from microclip.engines.base import CannotFuseError
 from microclip.engines.fused.groups import Block
-from microclip.engines.fused.record import CannotFuseError, Handler, Recorder, apply, map_tensors
+from microclip.engines.fused.record import Handler, Recorder, apply, map_tensors
 from microclip.engines.fused.uses import Formed
 
 

@@ -7,7 +7,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from microclip.engines.fused.record import CannotFuseError, Handler, Recorder, apply
+from microclip.engines.base import CannotFuseError
+from microclip.engines.fused.record import Handler, Recorder, apply
 from microclip.engines.fused.uses import Formed
 
 

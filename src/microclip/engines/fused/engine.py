@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from microclip.engines.base import Engine
+from microclip.engines.base import CannotFuseError, Engine
 from microclip.engines.fused.anything import anything
 from microclip.engines.fused.groups import Groups
 from microclip.engines.fused.layers import HANDLERS
-from microclip.engines.fused.record import CannotFuseError, Recorder
+from microclip.engines.fused.record import Recorder
 from microclip.engines.fused.uses import Formed, Rows, Use, squared_norms, sum_of
 from microclip.engines.gradients import Gradients, add_multiple, set_aside
 from microclip.engines.losses import LossFn, backward, call, unscale

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from microclip.engines.base import CannotFuseError
 from microclip.engines.fused.elementwise import Broadcast, note_sum
 from microclip.engines.fused.record import (
-    CannotFuseError,
     Handler,
     Recorder,
     apply,

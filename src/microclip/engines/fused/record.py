@@ -24,16 +24,13 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
+from microclip.engines.base import CannotFuseError
 from microclip.engines.fused.groups import Groups
 from microclip.engines.fused.uses import Formed, Use
 
 Handler = Callable[..., Any]
 # from a tensor with the examples somewhere in it to one with them along the first dimension
 Arrangement = Callable[[Tensor], Tensor]
-
-
-class CannotFuseError(NotImplementedError):
-    """The model does something that a single pass cannot take apart into micro-batches."""
 
 
 @dataclass(frozen=True)
