@@ -92,7 +92,7 @@ def gpt(batch_size: int) -> Task:
 
 
 def wide(batch_size: int) -> Task:
-    """About 12M parameters, 32 tokens."""
+    """A wider one, 32 tokens."""
     return _language(448, 4, 32, batch_size)
 
 
