@@ -50,7 +50,8 @@ class Chooser:
         self.model = model
         self.scaler = scaler
         self.report: EngineReport | None = None
-        self._tried: list[tuple[int, int]] = []  # examples and micro-batches of past trials
+        # by examples and micro-batches: the last batch of an epoch, being smaller, has its own
+        self._trials: dict[tuple[int, int], EngineReport] = {}
 
     def for_chunks(self, tally: Tally) -> Engine:
         """Make the engine for a step of several parts, whose number is not known."""
@@ -66,16 +67,9 @@ class Chooser:
             return self._make(Stream, tally)
         if self.name != "auto":
             return self.for_chunks(tally)
-        if self._is_new(cuts):
-            from microclip.engines.trial import NOT_FINITE, try_out
-
-            self.report = try_out(
-                self.model, trainable(self.model), loss_fn, cuts, tally.policy, self.scaler
-            )
-            if self.report.reason == NOT_FINITE:
-                self._tried.pop()  # the next batch may tell
-            self._announce(self.report)
-        if self.report is not None and self.report.engine == "fused":
+        size = (sum(microbatch.size for microbatch in cuts), len(cuts))
+        self.report = self._trial_near(size) or self._try(size, tally, loss_fn, cuts)
+        if self.report.engine == "fused":
             return self._single_pass(tally)
         return self.for_chunks(tally)
 
@@ -86,6 +80,7 @@ class Chooser:
         (certain,) = self.report.seconds.keys() - {"fused"}
         reason = f"A later batch could not be done in a single pass: {error}"
         self.report = replace(self.report, engine=certain, reason=reason)
+        self._trials = dict.fromkeys(self._trials, self.report)
         logger.warning('engine="auto" uses %s from now on: %s', certain, reason)
         return True
 
@@ -97,15 +92,24 @@ class Chooser:
     def _make(self, engine: type[Engine], tally: Tally) -> Engine:
         return engine(self.model, trainable(self.model), tally, self.scaler)
 
-    def _is_new(self, cuts: Cuts) -> bool:
-        """Whether a batch is more than twice as large, or small, as every one tried so far."""
-        now = (sum(microbatch.size for microbatch in cuts), len(cuts))
-        near = any(
-            all(0.5 <= a / b <= 2 for a, b in zip(now, past, strict=True)) for past in self._tried
-        )
-        if not near:
-            self._tried.append(now)
-        return not near
+    def _trial_near(self, size: tuple[int, int]) -> EngineReport | None:
+        """Return what a trial with a batch at most twice as large or small has shown."""
+        for past, report in self._trials.items():
+            if all(0.5 <= a / b <= 2 for a, b in zip(size, past, strict=True)):
+                return report
+        return None
+
+    def _try(
+        self, size: tuple[int, int], tally: Tally, loss_fn: LossFn, cuts: Cuts
+    ) -> EngineReport:
+        from microclip.engines.trial import NOT_FINITE, try_out
+
+        parameters = trainable(self.model)
+        report = try_out(self.model, parameters, loss_fn, cuts, tally.policy, self.scaler)
+        if report.reason != NOT_FINITE:  # else the next batch may tell
+            self._trials[size] = report
+        self._announce(report)
+        return report
 
     def _announce(self, report: EngineReport) -> None:
         logger.info('engine="auto" uses %s: %s', report.engine, report.reason)
@@ -113,5 +117,5 @@ class Chooser:
             warnings.warn(
                 f"{report.reason} The {report.engine} engine is used, which is exact.",
                 RuntimeWarning,
-                stacklevel=5,
+                stacklevel=6,
             )
