@@ -270,3 +270,15 @@ class TestRefusals:
             return (x @ F.linear(model[0], model[1])).mean(1)
 
         self.refused(model, loss_fn, torch.randn(4, 3), "without examples")
+
+    @pytest.mark.parametrize("how", ["h += p", "h *= p", "h.add_(p)", "h[:, 0] = p[0]"])
+    def test_changes_in_place(self, how):
+        """Whoever looks at the changed tensor would not see the parameter."""
+        model = nn.ModuleList([nn.Linear(3, 3), nn.ParameterList([torch.ones(3)])])
+
+        def loss_fn(x):
+            names = {"h": model[0](x), "p": model[1][0]}
+            exec(how, names)
+            return names["h"].square().mean(1)
+
+        self.refused(model, loss_fn, torch.randn(4, 3), "changes a tensor in place, with .*1.0")

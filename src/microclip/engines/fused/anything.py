@@ -39,6 +39,12 @@ class _Anything(torch.autograd.Function):
 
 def anything(recorder: Recorder, func: Any, args: Any, kwargs: Any) -> Any:
     """Run a function, and find what its parameters' micro-batch gradients are afterwards."""
+    label = getattr(func, "__name__", str(func))
+    if "out" in kwargs or label.startswith("__set") or label.rstrip("_") + "_" == label:
+        raise CannotFuseError(
+            f"The single-pass engine cannot follow {label}(), which changes a tensor in place, "
+            f"with parameter {recorder.first_name((args, kwargs))!r}."
+        )
     inputs: list[Tensor] = []  # follow the examples
     kept: list[Tensor] = []  # recorded
     names: list[str] = []
@@ -60,8 +66,6 @@ def anything(recorder: Recorder, func: Any, args: Any, kwargs: Any) -> Any:
     def run(xs: Any, parameters: Any = kept) -> Any:
         positional, named = _fill(call, xs, parameters)
         return func(*positional, **named)
-
-    label = getattr(func, "__name__", str(func))
 
     def note(xs: tuple[Tensor, ...], d: Tensor) -> None:
         parts: list[list[Tensor]] = [[] for _ in kept]

@@ -116,7 +116,7 @@ class Recorder(TorchFunctionMode):
         result = func(*self._stand_in(args), **self._stand_in(kwargs))
         for tensor in tensors_in(result):
             if tensor.requires_grad and id(tensor) not in self.names:
-                name = f"derived {len(self.derived)}"
+                name = f"{self.first_name((args, kwargs))}, derived {len(self.derived)}"
                 self.names[id(tensor)] = name
                 self.derived[name] = Derived(tensor, self._leaves)  # which also keeps its id
         return result
@@ -137,6 +137,11 @@ class Recorder(TorchFunctionMode):
     def name(self, tensor: Tensor | None) -> str | None:
         """Return the name a tensor is recorded under, or None for what is not."""
         return None if tensor is None else self.names.get(id(tensor))
+
+    def first_name(self, arguments: Any) -> str | None:
+        """Return the first parameter among a function's arguments, to speak of it."""
+        names = (self.name(tensor) for tensor in tensors_in(arguments))
+        return next((name for name in names if name is not None), None)
 
     def follows(self, tensor: Any) -> bool:
         """Whether a tensor depends on the examples."""
