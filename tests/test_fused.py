@@ -1,18 +1,23 @@
 """The single-pass engine's algebra, and what it says it cannot do."""
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from microclip import Clipper
+from microclip import Clipper, rules
+from microclip.engines.fused.convolution import Geometry, Patches
 from microclip.engines.fused.groups import Groups
-from microclip.engines.fused.uses import Formed, Rows, squared_norms, sum_of
+from microclip.engines.fused.uses import Formed, Lines, Rows, squared_norms, sum_of
+from microclip.engines.fused.workspace import Workspace
 from microclip.microbatches import cut
 
 import properties
 import reference
 from measure import peak_memory
+from models import TASKS
 
 
 def assert_equals_twin(model, loss_fn, batch, b=2, tolerance=1e-12):
@@ -33,42 +38,91 @@ def assert_equals_twin(model, loss_fn, batch, b=2, tolerance=1e-12):
 class TestAlgebra:
     groups = Groups([2, 2, 1])
 
-    def rows(self, p=3, q=4, per_example=2):
-        n = self.groups.examples * per_example
-        return Rows(torch.randn(n, p).double(), torch.randn(n, q).double(), (p, q))
+    def rows(self, p=3, q=4, n=2, inputs_first=True):
+        e = self.groups.examples
+        inputs, deltas = torch.randn(e, n, p).double(), torch.randn(e, n, q).double()
+        return Rows(inputs, deltas, inputs_first)
 
-    def indices(self, p=3, q=4, per_example=2):
-        n = self.groups.examples * per_example
-        return Rows(torch.randint(0, p, (n,)), torch.randn(n, q).double(), (p, q))
+    def lines(self, p=3, q=4, n=2):
+        e = self.groups.examples
+        return Lines(torch.randint(0, p, (e, n)), torch.randn(e, n, q).double(), p)
 
-    @pytest.mark.parametrize("kinds", ["r", "i", "rr", "ri", "ir", "ii", "rif", "f", "rf"])
+    def windows(self):
+        """Of 1 x 3 channels over 7 places, 4 outputs: a parameter of 4 x 1 x 3."""
+        e = self.groups.examples
+        geometry = Geometry((4, 1, 3), (2,), (1,), (1,), 1)
+        return Patches(torch.randn(e, 1, 7).double(), torch.randn(e, 4, 4).double(), geometry)
+
+    @pytest.mark.parametrize(
+        "kinds", ["r", "l", "t", "rr", "rt", "rl", "lr", "ll", "rlf", "f", "rf"]
+    )
     def test_norms_and_sums_are_those_of_the_formed_gradients(self, kinds):
-        """r: rows, i: indices, f: formed; several uses of one parameter have cross terms."""
+        """r: rows, t: rows the other way round, l: lines, f: formed; several have cross terms."""
         make = {
             "r": self.rows,
-            "i": self.indices,
+            "t": lambda: self.rows(4, 3, inputs_first=False),
+            "l": self.lines,
             "f": lambda: Formed(torch.randn(3, 3, 4).double()),
         }
-        uses = [make[kind]() for kind in kinds]
-        formed = sum_of([use.form(self.groups) for use in uses])
-        norms = squared_norms(uses, self.groups)
-        torch.testing.assert_close(norms, formed.flatten(1).square().sum(1))
+        self.check([make[kind]() for kind in kinds])
+
+    def test_windows(self):
+        self.check([self.windows()])
+        self.check([self.windows(), self.windows()])
+
+    @pytest.mark.parametrize("n", [1, 31, 64, 65])
+    def test_any_number_of_rows(self, n):
+        """Long rows are multiplied in halves."""
+        self.check([self.rows(n=n)])
+
+    def check(self, uses):
+        workspace = Workspace()
+        formed = sum_of([use.form(self.groups, workspace) for use in uses])
+        norms = squared_norms(uses, self.groups, workspace)
+        torch.testing.assert_close(norms.double(), formed.flatten(1).square().sum(1))
         coefficients = torch.tensor([0.5, 2.0, 0.0]).double()
-        total = sum_of([use.weighted(self.groups, coefficients) for use in uses])
-        torch.testing.assert_close(total, torch.einsum("j,jpq->pq", coefficients, formed))
+        shares = self.groups.shares(coefficients)
+        total = None
+        for use in uses:
+            total = use.kept(workspace).add_to(total, shares)
+        wanted = torch.einsum("j,j...->...", coefficients, formed)
+        torch.testing.assert_close(total.view_as(wanted), wanted)
+        left_out = self.groups.shares(torch.tensor([False, True, False]))
+        rest = sum_of([use.without(left_out).form(self.groups, workspace) for use in uses])
+        torch.testing.assert_close(rest[[0, 2]], formed[[0, 2]])
+        assert not rest[1].any()
+
+    def test_windows_have_the_gradients_of_convolutions(self):
+        x, weight = torch.randn(5, 2, 9, 8).double(), torch.randn(3, 2, 3, 2).double()
+        weight.requires_grad_()
+        options = {"stride": (2, 1), "padding": (1, 0), "dilation": (1, 2)}
+        out = F.conv2d(x, weight, **options)
+        d = torch.randn_like(out)
+        geometry = Geometry(tuple(weight.shape), *options.values(), 1)
+        formed = Patches(x, d, geometry).form(self.groups, Workspace())
+        for row, (start, stop) in enumerate([(0, 2), (2, 4), (4, 5)]):
+            out = F.conv2d(x[start:stop], weight, **options)
+            (wanted,) = torch.autograd.grad(out, weight, d[start:stop])
+            torch.testing.assert_close(formed[row], wanted)
 
     def test_forming_by_hand(self):
         """Two examples of one row each, (1, 2) x (3, 4) and (0, 1) x (5, 6)."""
         rows = Rows(
-            torch.tensor([[1.0, 2.0], [0.0, 1.0]]), torch.tensor([[3.0, 4.0], [5.0, 6.0]]), (2, 2)
+            torch.tensor([[[1.0, 2.0]], [[0.0, 1.0]]]),
+            torch.tensor([[[3.0, 4.0]], [[5.0, 6.0]]]),
+            inputs_first=True,
         )
-        assert rows.form(Groups([2])).tolist() == [[[3, 4], [11, 14]]]
-        assert rows.form(Groups([1, 1])).tolist() == [[[3, 4], [6, 8]], [[0, 0], [5, 6]]]
+        workspace = Workspace()
+        assert rows.form(Groups([2]), workspace).tolist() == [[[3, 4], [11, 14]]]
+        assert rows.form(Groups([1, 1]), workspace).tolist() == [
+            [[3, 4], [6, 8]],
+            [[0, 0], [5, 6]],
+        ]
         assert rows.squared_norms(Groups([1, 1])).tolist() == [125, 61]
 
     def test_long_rows_are_formed_and_short_ones_are_not(self):
-        assert self.rows(64, 64, per_example=32).forming_is_cheaper(self.groups)
-        assert not self.rows(64, 64, per_example=2).forming_is_cheaper(self.groups)
+        assert self.rows(64, 64, n=32).forming_pays(self.groups)
+        assert not self.rows(64, 64, n=2).forming_pays(self.groups)
 
     def test_blocks(self):
         blocks = list(Groups([3, 3, 1, 2, 2]))
@@ -77,6 +131,130 @@ class TestAlgebra:
             (6, 2, 1, 1),
             (7, 3, 2, 2),
         ]
+
+
+class TestWorkspace:
+    def test_memory_is_used_again_in_the_next_step(self):
+        workspace, like = Workspace(), torch.zeros(1)
+        first = workspace.empty((3, 4), like)
+        second = workspace.empty((3, 4), like)
+        assert first.data_ptr() != second.data_ptr()
+        workspace.take_back()
+        places = {workspace.empty((2, 6), like).data_ptr() for _ in range(2)}
+        assert places == {first.data_ptr(), second.data_ptr()}
+
+    def test_what_a_step_did_not_need_is_let_go(self):
+        workspace, like = Workspace(), torch.zeros(1)
+        workspace.empty((1000,), like)
+        workspace.take_back()
+        workspace.empty((10,), like)  # far too small for the large block
+        assert workspace.nbytes >= 4000
+        workspace.take_back()
+        assert workspace.nbytes < 200
+
+    def test_gradients_are_not_in_memory_that_is_used_again(self):
+        model = nn.Linear(8, 8)
+        clipper = Clipper(model, 2, engine="fused")
+        x = torch.randn(8, 5, 8)
+        clipper.backward(lambda x: model(x).square().mean((1, 2)), x)
+        first, kept = model.weight.grad, model.weight.grad.clone()
+        model.zero_grad()
+        clipper.backward(lambda x: model(x).square().mean((1, 2)), 2 * x)
+        assert torch.equal(first, kept)
+
+
+class TestBudget:
+    """A budget far too small makes every micro-batch a chunk after the first step's probe."""
+
+    def model(self):
+        layers = nn.Linear(6, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 3)
+        return nn.Sequential(*layers).double()
+
+    @pytest.mark.parametrize("rule", [rules.MinNorm(), rules.Unit(), rules.Median()])
+    @pytest.mark.parametrize("domains", [None, [0, 1] * 8 + [2, 2, 0]])
+    @pytest.mark.parametrize("nonfinite", ["propagate", "skip"])
+    def test_chunks_never_change_the_result(self, rule, domains, nonfinite):
+        model = self.model()
+        x = torch.randn(19, 5, 6).double()
+        if nonfinite == "skip":
+            x[4] = torch.nan
+
+        def step(**options):
+            model.zero_grad()
+            clipper = Clipper(model, 3, rule=rule, nonfinite=nonfinite, **options)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", RuntimeWarning)  # left out, as asked
+                for _ in range(2):
+                    model.zero_grad()
+                    clipper.backward(self.losses(model), x, domains=domains)
+            return [p.grad for p in model.parameters()], clipper.outcome
+
+        wanted, whole = step(engine="fused")
+        found, chunked = step(engine="fused", memory_budget=1)
+        properties.assert_close(found, wanted, 1e-12)
+        torch.testing.assert_close(chunked.norms, whole.norms, equal_nan=True)
+        properties.assert_close(found, step(engine="two_pass")[0], 1e-12)
+
+    def losses(self, model):
+        return lambda x: model(x).square().mean((1, 2))
+
+    def test_visits_are_as_large_as_the_budget_allows(self):
+        model, x, sizes = self.model(), torch.randn(32, 5, 6).double(), []
+
+        def loss_fn(x):
+            sizes.append(len(x))
+            return self.losses(model)(x)
+
+        Clipper(model, 2, engine="fused").backward(loss_fn, x)
+        assert sizes == [32]
+        sizes.clear()
+        clipper = Clipper(model, 2, engine="fused", memory_budget=30_000)
+        clipper.backward(loss_fn, x)
+        assert sizes[0] == 4  # an eighth, to find out
+        sizes.clear()
+        clipper.backward(loss_fn, x)
+        assert len(sizes) > 1
+        assert sum(sizes) == 32
+        assert len(set(sizes[:-1])) == 1
+        assert all(size % 2 == 0 for size in sizes)
+
+    def test_longer_examples_get_smaller_chunks(self):
+        model, sizes = self.model(), []
+
+        def loss_fn(x):
+            sizes.append(len(x))
+            return self.losses(model)(x)
+
+        clipper = Clipper(model, 1, engine="fused", memory_budget=200_000)
+        first = {}
+        for length in (9, 9, 10):  # 54 and 60 numbers, of one class
+            sizes.clear()
+            clipper.backward(loss_fn, torch.randn(64, length, 6).double())
+            first[length] = sizes[0]
+        assert 1 < first[10] < first[9]
+
+    @pytest.mark.parametrize("task", ["gpt", "conv"])
+    def test_memory(self, task):
+        """At most twice a plain step's by default, at most 1.2 times as much if that is asked."""
+        torch.manual_seed(0)
+        task = TASKS[task](8)
+
+        def peak(step):
+            task.model.zero_grad()
+            step()
+            task.model.zero_grad()
+            return peak_memory(step)
+
+        plain = peak(lambda: task.losses(task.batch).mean().backward())
+        for budget, times in ((None, 2.0), (int(1.2 * plain), 1.2)):
+            clipper = Clipper(task.model, 1, engine="fused", memory_budget=budget)
+            used = peak(lambda clipper=clipper: clipper.backward(task.losses, task.batch))
+            assert used + clipper._chooser._kept["workspace"].nbytes <= times * plain
+
+    @pytest.mark.parametrize("budget", [0, -1, 1.5, "2GB", True])
+    def test_bad_budgets(self, budget):
+        with pytest.raises(ValueError, match="positive number of bytes"):
+            Clipper(self.model(), 2, memory_budget=budget)
 
 
 class TestLayers:

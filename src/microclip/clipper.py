@@ -51,6 +51,9 @@ class Clipper:
             "skip" the micro-batch, or "raise". The latter two read the device once per step.
         grad_scaler: The loss scaler of float16 training. Norms are then those of the unscaled
             loss, and `.grad` stays scaled, as `scaler.step(optimizer)` expects it.
+        memory_budget: Bytes that a single-pass step may hold beside the parameters; larger
+            batches are taken in chunks, which never changes the result. None: what the device has
+            free. Rules that do not stream keep a part of every chunk.
     """
 
     def __init__(
@@ -63,6 +66,7 @@ class Clipper:
         reduction: Reduction = "mean",
         nonfinite: Nonfinite = "propagate",
         grad_scaler: torch.amp.GradScaler | None = None,
+        memory_budget: int | None = None,
     ) -> None:
         rule = MinNorm() if rule is None else rule
         if not isinstance(model, nn.Module):
@@ -81,7 +85,7 @@ class Clipper:
         check(engine, rule)
         trainable(model)
         self.model = model
-        self._chooser = Chooser(engine, model, grad_scaler)
+        self._chooser = Chooser(engine, model, grad_scaler, _check_budget(memory_budget))
         self.policy = Policy(rule, check_size(microbatch_size), reduction, nonfinite)
         self.step = 0
         self.outcome: Outcome | None = None  # of the last finished step
@@ -317,6 +321,17 @@ class Clipper:
                 "were dropped; start this step anew."
             )
         self.discard()
+
+
+def _check_budget(memory_budget: object) -> int | None:
+    if memory_budget is None:
+        return None
+    if not isinstance(memory_budget, int) or isinstance(memory_budget, bool) or memory_budget <= 0:
+        raise ValueError(
+            f"memory_budget must be a positive number of bytes or None, but got {memory_budget!r}. "
+            "For two gibibytes, say 2 * 2**30."
+        )
+    return memory_budget
 
 
 def _one_of(what: str, value: object, allowed: tuple[str, ...]) -> None:

@@ -44,10 +44,19 @@ class Cuts(list[Microbatch]):
         self.append(Microbatch(_select(self._batch, positions), len(positions), domain, ids))
         self._positions.extend(positions)
 
+    def split(self, count: int) -> tuple[Cuts, Cuts]:
+        """Return the first `count` micro-batches, and the rest."""
+        size = sum(microbatch.size for microbatch in self[:count])
+        first, rest = Cuts(self._batch), Cuts(self._batch)
+        first.extend(self[:count])
+        rest.extend(self[count:])
+        first._positions, rest._positions = self._positions[:size], self._positions[size:]
+        return first, rest
+
     @property
     def whole(self) -> Any:
         """All the examples, micro-batch after micro-batch."""
-        if self._positions == list(range(len(self._positions))):
+        if self._positions == list(range(count_examples(self._batch))):
             return self._batch
         return _select(self._batch, self._positions)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import warnings
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from torch import nn
 from torch.amp import GradScaler
@@ -45,12 +45,20 @@ def check(name: EngineName, rule: Rule) -> None:
 class Chooser:
     """Makes the engine for each step; with "auto" it finds out which one is best."""
 
-    def __init__(self, name: EngineName, model: nn.Module, scaler: GradScaler | None) -> None:
+    def __init__(
+        self,
+        name: EngineName,
+        model: nn.Module,
+        scaler: GradScaler | None,
+        memory_budget: int | None,
+    ) -> None:
         self.name = name
         self.model = model
         self.scaler = scaler
+        self.memory_budget = memory_budget
         self.report: EngineReport | None = None
         # by examples and micro-batches: the last batch of an epoch, being smaller, has its own
+        self._kept: dict[str, Any] = {}
         self._trials: dict[tuple[int, int], EngineReport] = {}
 
     def for_chunks(self, tally: Tally) -> Engine:
@@ -90,7 +98,17 @@ class Chooser:
         return self._make(Fused, tally)
 
     def _make(self, engine: type[Engine], tally: Tally) -> Engine:
-        return engine(self.model, trainable(self.model), tally, self.scaler)
+        more = self._kept_for_single_passes() if engine.name == "fused" else {}
+        return engine(self.model, trainable(self.model), tally, self.scaler, **more)
+
+    def _kept_for_single_passes(self) -> dict[str, Any]:
+        """Return what goes on from step to step: memory, and what is known of its needs."""
+        from microclip.engines.fused.budget import Budget
+        from microclip.engines.fused.workspace import Workspace
+
+        if not self._kept:
+            self._kept = {"workspace": Workspace(), "budget": Budget(self.memory_budget)}
+        return self._kept
 
     def _trial_near(self, size: tuple[int, int]) -> EngineReport | None:
         """Return what a trial with a batch at most twice as large or small has shown."""
@@ -104,8 +122,7 @@ class Chooser:
     ) -> EngineReport:
         from microclip.engines.trial import NOT_FINITE, try_out
 
-        parameters = trainable(self.model)
-        report = try_out(self.model, parameters, loss_fn, cuts, tally.policy, self.scaler)
+        report = try_out(self.model, self._make, loss_fn, cuts, tally.policy)
         if report.reason != NOT_FINITE:  # else the next batch may tell
             self._trials[size] = report
         self._announce(report)

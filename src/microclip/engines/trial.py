@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
-from torch.amp import GradScaler
 
 from microclip import multitensor
 from microclip.engines.base import CannotFuseError, Engine
@@ -46,15 +45,14 @@ def certain(policy: Policy) -> type[Engine]:
 
 def try_out(
     model: nn.Module,
-    parameters: dict[str, nn.Parameter],
+    make: Callable[[type[Engine], Tally], Engine],
     loss_fn: LossFn,
     cuts: Cuts,
     policy: Policy,
-    scaler: GradScaler | None,
 ) -> EngineReport:
     """Run a batch through the single-pass engine and one that is certain, and compare."""
     policy = replace(policy, nonfinite="propagate")
-    devices = {parameter.device for parameter in parameters.values()}
+    devices = {parameter.device for parameter in model.parameters()}
     random_state, buffers = RandomState.now(devices), copies_of_buffers(model)
     fallback = certain(policy)
 
@@ -63,7 +61,7 @@ def try_out(
         tally = Tally(policy, step=0)
         start = time.perf_counter()
         with Still():
-            made = engine(model, parameters, tally, scaler)
+            made = make(engine, tally)
             made.fold(loss_fn, cuts, final=True)
             gradients = made.finish()
         _wait_for(devices)

@@ -118,4 +118,5 @@ def _fill(tree: Any, inputs: Any, kept: Any) -> Any:
 
 
 def _pieces(recorder: Recorder, block: Block, tensor: Tensor) -> Tensor:
-    return block.of(tensor, tensor.shape[0] // recorder.groups.examples)
+    per_example = tensor.shape[0] // recorder.groups.examples
+    return block.rows_of(tensor.reshape(-1, per_example, *tensor.shape[1:]))

@@ -63,7 +63,7 @@ def note_sum(recorder: Recorder, name: str, shape: torch.Size, goal: Sequence[in
     def note(d: Tensor) -> None:
         d = arrange(d)
         d = d.sum_to_size(len(d), *(1,) * (d.dim() - 1 - len(goal)), *goal)
-        each = recorder.formed(d).gradients
+        each = recorder.formed(d.reshape(recorder.groups.examples, -1, *d.shape[1:])).gradients
         recorder.on_use(name, Formed(each.reshape(len(each), *shape)))
 
     return note

@@ -8,15 +8,21 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from microclip import multitensor
 from microclip.engines.base import CannotFuseError, Engine
 from microclip.engines.fused.anything import anything
+from microclip.engines.fused.budget import Budget
 from microclip.engines.fused.groups import Groups
 from microclip.engines.fused.layers import HANDLERS
 from microclip.engines.fused.record import Recorder
-from microclip.engines.fused.uses import Formed, Rows, Use, squared_norms, sum_of
-from microclip.engines.gradients import Gradients, add_multiple, set_aside
+from microclip.engines.fused.uses import Formed, Joined, Use, squared_norms, sum_of
+from microclip.engines.fused.workspace import Workspace
+from microclip.engines.gradients import Gradients, set_aside
 from microclip.engines.losses import LossFn, backward, call, unscale
+from microclip.engines.sums import Sums
 from microclip.microbatches import Cuts, tensors_of
+
+RETAINED = 0.8  # of what a plain step needs as well, between steps
 
 
 class Fused(Engine):
@@ -24,20 +30,38 @@ class Fused(Engine):
 
     name = "fused"
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, workspace: Workspace, budget: Budget, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.workspace = workspace
+        self.budget = budget
         _check(self.model, self.parameters)
-        self._chunks: list[_Uses] = []
+        self._held: list[_Uses] = []
+        self._sums = Sums(self.tally)
 
     def fold(self, loss_fn: LossFn, microbatches: Cuts, final: bool) -> None:
-        """Differentiate the examples of all these micro-batches together."""
+        """Differentiate the examples of all these micro-batches together, or of large chunks."""
+        for chunk in self.budget.chunks(microbatches, self.parameters):
+            uses, norms = self._visit(loss_fn, chunk)
+            alone = final and len(chunk) == len(microbatches) == len(self.tally)
+            if alone or not self.tally.policy.rule.streams:
+                self._held.append(uses)
+            else:
+                self._settle(uses, norms, chunk)
+                self.workspace.take_back()
+            self.workspace.at_rest = RETAINED * self.budget.saved(chunk)
+
+    def _visit(self, loss_fn: LossFn, microbatches: Cuts) -> tuple[_Uses, Tensor]:
+        """One forward and one backward pass."""
         groups = Groups([microbatch.size for microbatch in microbatches])
         batch = microbatches.whole
         examples = [leaf for _, leaf in tensors_of(batch)]
         recorder = Recorder(self.parameters, groups, examples, HANDLERS, anything)
-        uses = _Uses(recorder)
-        with set_aside(self.parameters):
-            with recorder:
+        uses = _Uses(recorder, self.workspace)
+        with (
+            set_aside(self.parameters),
+            self.budget.learning(microbatches, self.parameters) as meter,
+        ):
+            with recorder.metered(meter), recorder:
                 losses = call(loss_fn, batch, groups.examples)
             if losses.shape != (groups.examples,):
                 raise CannotFuseError(
@@ -47,38 +71,58 @@ class Fused(Engine):
             means = groups.sum(losses) / groups.sizes_like(losses)
             backward(means.sum(), self.scaler)
             uses.complete(self.parameters)
+            if meter:
+                meter.kept = uses.nbytes
         norms = unscale(uses.norms(), self.scaler)
         each = torch.split(losses.detach(), groups.sizes)
         for row, microbatch in enumerate(microbatches):
             self.tally.add(microbatch, norms[row], means[row].detach(), each[row])
-        self._chunks.append(uses)
+        return uses, norms
+
+    @torch.no_grad()
+    def _settle(self, uses: _Uses, norms: Tensor, microbatches: Cuts) -> None:
+        """Add a chunk's gradients up, so that nothing of it needs to be kept."""
+        if self.tally.policy.nonfinite != "propagate":
+            uses.leave_out(~norms.isfinite())
+        for domain in dict.fromkeys(microbatch.domain for microbatch in microbatches):
+            here = torch.tensor([m.domain == domain for m in microbatches], device=norms.device)
+            sizes = uses.groups.sizes_like(norms)
+            sum_ = self._sums.of(domain)
+            shares = self._sums.shares(norms, sizes).masked_fill(~here, torch.nan)
+            uses.add_to(sum_.gradients, sum_.multiples(shares) * here, self.parameters)
 
     @torch.no_grad()
     def finish(self) -> Gradients:
         """Add up what is now known to be each gradient's share."""
+        if not self._held:
+            return self._sums.finish()
         rows = self.tally.leave_out()
         coefficients = self.tally.coefficients()
         left_out = torch.zeros_like(coefficients, dtype=torch.bool)
         left_out[rows] = True
-        one, sums = torch.ones_like(coefficients[0]), Gradients()
+        total: Gradients = {}
         start = 0
-        for uses in self._chunks:
+        for uses in self._held:
             stop = start + len(uses.groups)
             if rows:
                 uses.leave_out(left_out[start:stop])
-            add_multiple(sums, uses.weighted(coefficients[start:stop], self.parameters), one)
+            uses.add_to(total, coefficients[start:stop], self.parameters)
             start = stop
-        return sums
+        self.workspace.take_back()
+        return total
 
 
 class _Uses:
     """All that a backward pass delivered of a chunk; norms are taken as soon as they can be."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: Recorder, workspace: Workspace) -> None:
         self.groups = recorder.groups
+        self.workspace = workspace
+        self.device = recorder.anchor.device
         self._expected = recorder.expected
         self._derived = recorder.derived
         self._of: dict[str, list[Use]] = {}
+        self._joined: Joined | None = None
         self._squares: dict[str, Tensor] = {}
         recorder.on_use = self.add
 
@@ -86,15 +130,16 @@ class _Uses:
     def add(self, name: str, use: Use) -> None:
         """Take note of a use; with a parameter's last one its norms are known."""
         uses = self._of.setdefault(name, [])
-        uses.append(use)
-        if len(uses) == self._expected[name] and name not in self._derived:
-            if len(uses) == 1 and isinstance(use, Rows) and use.forming_is_cheaper(self.groups):
-                formed = Formed(use.form(self.groups))
+        last = len(uses) + 1 == self._expected[name] and name not in self._derived
+        if last and not uses and use.forming_pays(self.groups):
+            formed = Formed(use.form(self.groups, self.workspace))
+            if formed.nbytes <= 2 * use.nbytes:
+                use = formed
+            else:  # multiplied out again later instead of being kept
                 self._squares[name] = formed.squared_norms(self.groups)
-                if formed.nbytes <= 2 * use.nbytes:  # else the rows are kept, and multiplied again
-                    self._of[name] = [formed]
-            else:
-                self._squares[name] = squared_norms(uses, self.groups)
+        uses.append(use.kept(self.workspace))
+        if last and name not in self._squares and not Joined.takes(use, self.device):
+            self._squares[name] = squared_norms(uses, self.groups, self.workspace)
 
     @torch.no_grad()
     def complete(self, parameters: dict[str, nn.Parameter]) -> None:
@@ -103,7 +148,8 @@ class _Uses:
             if name not in self._of:
                 continue
             shape = (len(self.groups), *derived.value.shape)
-            gradients = sum_of([use.form(self.groups).reshape(shape) for use in self._of.pop(name)])
+            formed = [use.form(self.groups, self.workspace) for use in self._of.pop(name)]
+            gradients = sum_of([gradient.reshape(shape) for gradient in formed])
             for origin, gradient in derived.pull_back(gradients).items():
                 self._of.setdefault(origin, []).append(Formed(gradient))
                 self._squares.pop(origin, None)
@@ -113,27 +159,57 @@ class _Uses:
                     f"Parameter {name!r} got a gradient in a way that the single-pass engine "
                     "cannot see, as reentrant checkpointing and custom functions have it."
                 )
-        for name in self._of.keys() - self._squares.keys():
-            self._squares[name] = squared_norms(self._of[name], self.groups)
+        small: dict[str, Formed] = {}
+        for name, uses in self._of.items():
+            if name in self._squares:
+                continue
+            if (
+                len(uses) == 1
+                and isinstance(uses[0], Formed)
+                and Joined.takes(uses[0], self.device)
+            ):
+                small[name] = uses[0]
+            else:
+                self._squares[name] = squared_norms(uses, self.groups, self.workspace)
+        if small:
+            self._joined = Joined(small)
+            self._squares["small ones"] = self._joined.squared_norms(self.groups)
+            self._of = {name: uses for name, uses in self._of.items() if name not in small}
+
+    @property
+    def nbytes(self) -> int:
+        """Return the memory held on to."""
+        return sum(use.nbytes for uses in self._of.values() for use in uses)
 
     def norms(self) -> Tensor:
         """Return the norm of every micro-batch's gradient over all parameters."""
-        return sum_of(list(self._squares.values())).clamp(min=0).sqrt()
+        squares = torch.stack([s.to(self.device) for s in self._squares.values()])
+        return squares.sum(0, dtype=multitensor.widest(self.device)).clamp(min=0).sqrt()
 
     def leave_out(self, left_out: Tensor) -> None:
         """Blank the micro-batches that are not to count."""
+        shares = self.groups.shares(left_out)
         for name, uses in self._of.items():
-            self._of[name] = [use.without(self.groups, left_out) for use in uses]
+            self._of[name] = [use.without(shares) for use in uses]
+        if self._joined:
+            self._joined.leave_out(shares)
 
-    def weighted(self, coefficients: Tensor, parameters: dict[str, nn.Parameter]) -> Gradients:
-        """Return sum_j coefficient_j g_j; complex gradients as pairs of real numbers."""
-        found = {}
+    def add_to(
+        self, total: Gradients, coefficients: Tensor, parameters: dict[str, nn.Parameter]
+    ) -> None:
+        """Add sum_j coefficient_j g_j; complex gradients as pairs of real numbers."""
+        shares = self.groups.shares(coefficients)
+        if self._joined:
+            self._joined.add_to(total, shares)
         for name, uses in self._of.items():
-            shape = parameters[name].shape
-            parts = [use.weighted(self.groups, coefficients).reshape(shape) for use in uses]
-            total = sum_of(parts)
-            found[name] = torch.view_as_real(total) if total.is_complex() else total
-        return found
+            found = total.get(name)
+            if found is not None and parameters[name].is_complex():
+                found = torch.view_as_complex(found)
+            for use in uses:
+                found = use.add_to(None if found is None else found.view(use.shape), shares)
+            assert found is not None
+            found = found.view(parameters[name].shape)
+            total[name] = torch.view_as_real(found) if found.is_complex() else found
 
 
 def _check(model: nn.Module, parameters: dict[str, nn.Parameter]) -> None:

@@ -19,11 +19,26 @@ class Block:
     count: int
     size: int
 
-    def of(self, rows: Tensor, per_example: int) -> Tensor:
-        """Return this block's rows as (micro-batches, rows of each, ...)."""
-        start = self.first_example * per_example
-        chosen = rows[start : start + self.count * self.size * per_example]
-        return chosen.view(self.count, self.size * per_example, *rows.shape[1:])
+    def of(self, values: Tensor) -> Tensor:
+        """Return this block's part of (examples, ...) as (micro-batches, examples of each, ...)."""
+        chosen = values[self.first_example : self.first_example + self.count * self.size]
+        return chosen.reshape(self.count, self.size, *values.shape[1:])
+
+    def rows_of(self, rows: Tensor) -> Tensor:
+        """Return this block's part of (examples, n, ...) as (micro-batches, rows of each, ...)."""
+        return self.of(rows).flatten(1, 2)
+
+    def microbatches_of(self, values: Tensor) -> Tensor:
+        """Return this block's part of (micro-batches, ...)."""
+        return values[self.first_microbatch : self.first_microbatch + self.count]
+
+
+@dataclass(frozen=True)
+class Shares:
+    """What each gradient is multiplied with, by micro-batch and by example."""
+
+    of_microbatches: Tensor
+    of_examples: Tensor
 
 
 class Groups:
@@ -48,11 +63,19 @@ class Groups:
 
     def per_example(self, values: Tensor) -> Tensor:
         """Return one value per example from one per micro-batch."""
-        return values.repeat_interleave(torch.tensor(self.sizes, device=values.device))
+        parts = [
+            block.microbatches_of(values).unsqueeze(1).expand(-1, block.size).reshape(-1)
+            for block in self
+        ]
+        return torch.cat(parts)
+
+    def shares(self, coefficients: Tensor) -> Shares:
+        """Return coefficients of micro-batches in both forms."""
+        return Shares(coefficients, self.per_example(coefficients))
 
     def sum(self, values: Tensor) -> Tensor:
         """Add up along the first dimension, examples, within each micro-batch."""
-        return torch.cat([block.of(values, 1).sum(1) for block in self])
+        return torch.cat([block.of(values).sum(1) for block in self])
 
     def sizes_like(self, values: Tensor) -> Tensor:
         """Return the sizes as numbers of the kind that `values` holds."""

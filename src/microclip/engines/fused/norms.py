@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from microclip.engines.fused.record import (
     apply,
     without_dispatch,
 )
+from microclip.engines.fused.uses import Formed
 
 
 class _LayerNorm(torch.autograd.Function):
@@ -41,7 +43,7 @@ class _LayerNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, d: Tensor) -> Any:
         x, weight, bias, mean, rstd = ctx.saved_tensors
-        ctx.note(lambda: (x - mean) * rstd, d)
+        ctx.note(x, mean, rstd, d)
         dx = None
         if ctx.needs_input_grad[1]:
             dx = torch.ops.aten.native_layer_norm_backward(
@@ -62,17 +64,54 @@ def layer_norm(
     w, b = recorder.name(weight), recorder.name(bias)
     recorder.check(input, w or b)
     recorder.expect(w, b)
-    over = tuple(range(1, input.dim() - len(normalized_shape)))
     arrange = recorder.arrangement
+    rows = (recorder.groups.examples, -1, *normalized_shape)
 
-    def note(normalised: Handler, d: Tensor) -> None:
-        for name, values in ((w, lambda: normalised() * d), (b, lambda: d)):
-            if name is not None:
-                summed = arrange(values()).sum(over) if over else arrange(values())
-                recorder.on_use(name, recorder.formed(summed))
+    def note(x: Tensor, mean: Tensor, rstd: Tensor, d: Tensor) -> None:
+        if b is not None:
+            recorder.on_use(b, recorder.formed(arrange(d).reshape(rows)))
+        if w is not None:
+            products = arrange((x - mean).mul_(d)).reshape(rows).flatten(2)
+            scales = arrange(rstd).reshape(*rows[:2]).unsqueeze(1).to(products.dtype)
+            each = torch.bmm(scales, products).view(-1, *normalized_shape)
+            recorder.on_use(w, Formed(recorder.groups.sum(each)))
 
     held = [None if tensor is None else tensor.detach() for tensor in (weight, bias)]
     return apply(_LayerNorm, recorder.anchor, input, list(normalized_shape), *held, eps, note)
+
+
+class _GroupNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        anchor: Tensor,
+        x: Tensor,
+        groups: int,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        eps: float,
+        note: Handler,
+    ) -> Tensor:
+        if torch.is_autocast_enabled(x.device.type):
+            x = x.float()
+        x = x.contiguous()
+        sizes = (x.shape[0], x.shape[1], math.prod(x.shape[2:]), groups)
+        out, mean, rstd = torch.native_group_norm(x, weight, bias, *sizes, eps)
+        ctx.save_for_backward(x, weight, mean, rstd)
+        ctx.sizes, ctx.note = sizes, note
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, d: Tensor) -> Any:
+        x, weight, mean, rstd = ctx.saved_tensors
+        d = d.contiguous()
+        ctx.note(x, mean, rstd, d)
+        dx = None
+        if ctx.needs_input_grad[1]:
+            dx = torch.ops.aten.native_group_norm_backward(
+                d, x, mean, rstd, weight, *ctx.sizes, [True, False, False]
+            )[0]
+        return None, dx, None, None, None, None, None
 
 
 def group_norm(
@@ -84,9 +123,24 @@ def group_norm(
     eps: float = 1e-5,
 ) -> Tensor:
     """F.group_norm: scale and shift of normalised channels."""
-    goal = (input.shape[1], *(1,) * (input.dim() - 2))
-    normalised = F.group_norm(input, num_groups, eps=eps)
-    return _scale_and_shift(recorder, normalised, weight, bias, goal)
+    w, b = recorder.name(weight), recorder.name(bias)
+    recorder.check(input, w or b)
+    recorder.expect(w, b)
+    per_group = input.shape[1] // num_groups
+
+    def note(x: Tensor, mean: Tensor, rstd: Tensor, d: Tensor) -> None:
+        channels = d.flatten(2)
+        sums = channels.sum(2)
+        if b is not None:
+            recorder.on_use(b, recorder.formed(recorder.rows(sums)))
+        if w is not None:
+            products = (channels * x.flatten(2)).sum(2)
+            mean, rstd = (part.repeat_interleave(per_group, 1) for part in (mean, rstd))
+            each = (products - mean * sums) * rstd
+            recorder.on_use(w, recorder.formed(recorder.rows(each)))
+
+    held = [None if tensor is None else tensor.detach() for tensor in (weight, bias)]
+    return apply(_GroupNorm, recorder.anchor, input, num_groups, *held, eps, note)
 
 
 def rms_norm(

@@ -15,7 +15,7 @@ from microclip.engines.fused.record import (
     apply,
     without_dispatch,
 )
-from microclip.engines.fused.uses import Rows
+from microclip.engines.fused.uses import Lines, Rows
 
 
 class _Linear(torch.autograd.Function):
@@ -77,14 +77,11 @@ def _product(
     arrange = recorder.arrangement
 
     def note(x: Tensor, d: Tensor) -> None:
-        d = arrange(d)
+        deltas = recorder.rows(arrange(d))
         if w is not None:
-            left, right = _rows(d), _rows(arrange(x))
-            if transposed:
-                left, right = right, left
-            recorder.on_use(w, Rows(left, right, (left.shape[1], right.shape[1])))
+            recorder.on_use(w, Rows(recorder.rows(arrange(x)), deltas, transposed))
         if b is not None:
-            recorder.on_use(b, recorder.formed(_rows(d)))
+            recorder.on_use(b, recorder.formed(deltas))
 
     held = None if bias is None else bias.detach()
     seen = weight.detach().mT if transposed else weight.detach()
@@ -129,10 +126,11 @@ def embedding(
     arrange, lines = recorder.arrangement, weight.shape[0]
 
     def note(d: Tensor) -> None:
-        left, right = arrange(input).reshape(-1), _rows(arrange(d))
+        deltas = recorder.rows(arrange(d))
+        indices = arrange(input).reshape(deltas.shape[:2])
         if padding_idx is not None:
-            right = right.masked_fill((left == padding_idx % lines).unsqueeze(1), 0.0)
-        recorder.on_use(name, Rows(left, right, (lines, right.shape[1])))
+            deltas = deltas.masked_fill((indices == padding_idx % lines).unsqueeze(2), 0.0)
+        recorder.on_use(name, Lines(indices, deltas, lines))
 
     return apply(_Embedding, recorder.anchor, input, weight.detach(), note)
 
@@ -150,7 +148,3 @@ def attention(recorder: Recorder, query: Tensor, *args: Any, **kwargs: Any) -> A
 
     with recorder.arranged(arrangement), recorder:
         return without_dispatch(F.multi_head_attention_forward)(query, *args, **kwargs)
-
-
-def _rows(tensor: Tensor) -> Tensor:
-    return tensor.reshape(-1, tensor.shape[-1])

@@ -11,6 +11,7 @@ recorded like a parameter and differentiated back to it at the end.
 
 from __future__ import annotations
 
+import itertools
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,11 +23,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
-from torch.utils.weak import WeakIdKeyDictionary
 
 from microclip.engines.base import CannotFuseError
+from microclip.engines.fused.budget import Meter
 from microclip.engines.fused.groups import Groups
 from microclip.engines.fused.uses import Formed, Use
+
+_MARK = "_microclip_follows"  # an attribute of tensors; a weak table of them takes far longer
+_serials = itertools.count(1)
+_CONTAINERS = (list, tuple, dict)
 
 Handler = Callable[..., Any]
 # from a tensor with the examples somewhere in it to one with them along the first dimension
@@ -76,9 +81,10 @@ class Recorder(TorchFunctionMode):
         self.arrangement: Arrangement = lambda tensor: tensor
         self._parameters = parameters
         self._leaves: dict[str, Tensor] = {}
-        self._follows = WeakIdKeyDictionary()  # tensors that depend on the examples
+        self._meter: tuple[Any, Any] | None = None  # hooks of our own
+        self._serial = next(_serials)  # marks the tensors that depend on the examples
         for tensor in examples:
-            self._follows[tensor] = True
+            self.follow(tensor)
         device = next(iter(parameters.values())).device
         # makes outputs differentiable where inputs are data and weights are kept out
         self.anchor = torch.zeros((), device=device, requires_grad=True)
@@ -91,23 +97,26 @@ class Recorder(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        given = list(tensors_in((args, kwargs)))
-        result = self._call(func, args, kwargs, given)
-        if any(tensor in self._follows for tensor in given):
+        follows = uses = False  # called for everything that a model does: it must be quick
+        for tensor in tensors_in((args, kwargs) if kwargs else args):
+            follows = follows or self.follows(tensor)
+            uses = uses or id(tensor) in self.names
+        if uses and torch.is_grad_enabled():
+            result = self._record(func, args, kwargs, follows)
+        else:
+            result = func(*args, **kwargs)
+        if follows:
             for tensor in tensors_in(result):
-                self._follows[tensor] = True
+                self.follow(tensor)
         return result
 
-    def _call(self, func: Any, args: Any, kwargs: Any, given: list[Tensor]) -> Any:
-        used = [self.names[id(tensor)] for tensor in given if id(tensor) in self.names]
-        if not used or not torch.is_grad_enabled():
-            return func(*args, **kwargs)
+    def _record(self, func: Any, args: Any, kwargs: Any, follows: bool) -> Any:
         if func in self._handlers:
             return self._handlers[func](self, *args, **kwargs)
         if is_composite(func):
             with self:  # look inside
                 return without_dispatch(func)(*args, **kwargs)
-        if not any(tensor in self._follows for tensor in given):
+        if not follows:
             return self.derive(func, args, kwargs)
         return self.anything(self, func, args, kwargs)
 
@@ -145,16 +154,16 @@ class Recorder(TorchFunctionMode):
 
     def follows(self, tensor: Any) -> bool:
         """Whether a tensor depends on the examples."""
-        return isinstance(tensor, Tensor) and tensor in self._follows
+        return getattr(tensor, _MARK, 0) == self._serial
 
     def follow(self, tensor: Tensor) -> Tensor:
         """Take a tensor as one that has the examples along its first dimension."""
-        self._follows[tensor] = True
+        setattr(tensor, _MARK, self._serial)
         return tensor
 
     def expect(self, *names: str | None) -> None:
         """Count uses that the backward pass will deliver."""
-        if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
+        if torch._C._autograd._top_saved_tensors_default_hooks(False) not in (None, self._meter):
             raise CannotFuseError(
                 "The single-pass engine cannot look into gradient checkpointing or other hooks on "
                 "saved tensors."
@@ -174,10 +183,22 @@ class Recorder(TorchFunctionMode):
             )
 
     def formed(self, values: Tensor) -> Formed:
-        """Add up a tensor with the examples along the first dimension within micro-batches."""
-        if len(values) > self.groups.examples:
-            values = values.reshape(self.groups.examples, -1, *values.shape[1:]).sum(1)
-        return Formed(self.groups.sum(values))
+        """Add up (examples, n, ...) within micro-batches."""
+        return Formed(self.groups.sum(values.sum(1)))
+
+    def rows(self, tensor: Tensor) -> Tensor:
+        """Return a tensor with the examples along the first dimension as (examples, n, width)."""
+        return tensor.reshape(self.groups.examples, -1, tensor.shape[-1])
+
+    @contextmanager
+    def metered(self, meter: Meter | None) -> Iterator[None]:
+        """Inside the block, saved tensors are counted."""
+        if meter is None:
+            yield
+            return
+        self._meter = (meter.count, _as_it_is)
+        with torch.autograd.graph.saved_tensors_hooks(*self._meter):
+            yield
 
     @contextmanager
     def arranged(self, arrangement: Arrangement) -> Iterator[None]:
@@ -189,21 +210,30 @@ class Recorder(TorchFunctionMode):
             self.arrangement = before
 
 
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor
+
+
 def apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:
     """Call a function with a backward of its own."""
     return cast(Tensor, function.apply(*args))  # type: ignore[no-untyped-call]
 
 
-def tensors_in(tree: Any) -> Iterator[Tensor]:
-    """Yield the tensors among nested arguments."""
+def tensors_in(tree: Any) -> list[Tensor]:
+    """Return the tensors among nested arguments."""
     if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, dict):
-        for value in tree.values():
-            yield from tensors_in(value)
-    elif isinstance(tree, list | tuple):
-        for value in tree:
-            yield from tensors_in(value)
+        return [tree]
+    found: list[Tensor] = []
+    if isinstance(tree, dict):
+        tree = tree.values()
+    elif not isinstance(tree, list | tuple):
+        return found
+    for value in tree:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, _CONTAINERS):
+            found.extend(tensors_in(value))
+    return found
 
 
 def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:

@@ -1,166 +1,332 @@
 """The algebra of parameter uses: micro-batch norms and weighted sums of their gradients.
 
 A *use* is one place where a parameter took part in the forward pass, seen after the backward pass.
-`Rows`: a weight that multiplies rows; the gradient is a sum of outer products left_r x right_r.
 `Formed`: one gradient per micro-batch, written out; for what is small, and for long rows.
+`Rows`: a weight that multiplied rows; the gradient is a sum of outer products, kept as its factors.
+`Lines`: an embedding table, of which a few lines were looked up.
 """
 
 from __future__ import annotations
 
+import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from microclip import multitensor
-from microclip.engines.fused.groups import Groups
+from microclip.engines.fused.groups import Groups, Shares
+from microclip.engines.fused.workspace import Workspace
+
+HALVING_PAYS = 128  # rows; the product of a matrix with itself is symmetric
+
+
+class Use(ABC):
+    """The gradients of all micro-batches with respect to one parameter, in some form."""
+
+    @property
+    @abstractmethod
+    def shape(self) -> tuple[int, ...]:
+        """Return that of the parameter."""
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Return the memory it holds on to."""
+
+    @abstractmethod
+    def squared_norms(self, groups: Groups) -> Tensor:
+        """Return the squared norm of every micro-batch's gradient."""
+
+    @abstractmethod
+    def add_to(self, total: Tensor | None, shares: Shares) -> Tensor:
+        """Return total + sum_j share_j g_j, in place where there is a total."""
+
+    @abstractmethod
+    def form(self, groups: Groups, workspace: Workspace) -> Tensor:
+        """Return the gradients of all micro-batches, written out."""
+
+    def forming_pays(self, groups: Groups) -> bool:
+        """Whether norms are found faster by writing the gradients out."""
+        return False
+
+    @abstractmethod
+    def without(self, left_out: Shares) -> Use:
+        """Blank what will be left out: a share of 0 would not do, since 0 x NaN is NaN."""
+
+    def kept(self, workspace: Workspace) -> Use:
+        """Return the same in memory that does not get in the way of the backward pass."""
+        return self
 
 
 @dataclass(frozen=True)
-class Formed:
+class Formed(Use):
     """The gradients of all micro-batches: (micro-batches, *shape of the parameter)."""
 
     gradients: Tensor
 
     @property
+    @override
+    def shape(self) -> tuple[int, ...]:
+        return self.gradients.shape[1:]
+
+    @property
+    @override
     def nbytes(self) -> int:
-        """Return the memory it holds on to."""
         return self.gradients.nbytes
 
+    @override
     def squared_norms(self, groups: Groups) -> Tensor:
-        """Return the squared norm of every micro-batch's gradient."""
         return multitensor.squared_norms(self.gradients)
 
-    def weighted(self, groups: Groups, coefficients: Tensor) -> Tensor:
-        """Return sum_j coefficient_j g_j."""
-        flat = self.gradients.flatten(1)
-        total = coefficients.to(flat.dtype) @ flat
-        return total.view(self.gradients.shape[1:])
+    @override
+    def add_to(self, total: Tensor | None, shares: Shares) -> Tensor:
+        flat = _wide(self.gradients.flatten(1))
+        sum_ = shares.of_microbatches.to(flat.dtype) @ flat
+        sum_ = sum_.view(self.gradients.shape[1:])
+        return sum_ if total is None else total.view_as(sum_).add_(sum_)
 
-    def form(self, groups: Groups) -> Tensor:
-        """Return the gradients of all micro-batches."""
+    @override
+    def form(self, groups: Groups, workspace: Workspace) -> Tensor:
         return self.gradients
 
-    def without(self, groups: Groups, left_out: Tensor) -> Formed:
-        """Blank what will be left out: a coefficient of 0 would not do, since 0 x NaN is NaN."""
-        shape = (-1, *(1,) * (self.gradients.dim() - 1))
-        return Formed(self.gradients.masked_fill(left_out.view(shape), 0.0))
+    @override
+    def without(self, left_out: Shares) -> Formed:
+        mask = left_out.of_microbatches.view(-1, *(1,) * (self.gradients.dim() - 1))
+        return Formed(self.gradients.masked_fill(mask, 0.0))
+
+
+class Joined:
+    """Many small written-out gradients side by side, as one: biases, scales and the like."""
+
+    LARGEST = 2**16  # elements of a parameter
+
+    def __init__(self, parts: dict[str, Formed]) -> None:
+        self._shapes = {name: part.shape for name, part in parts.items()}
+        self._all = Formed(torch.cat([part.gradients.flatten(1) for part in parts.values()], 1))
+
+    @classmethod
+    def takes(cls, use: Use, device: torch.device) -> bool:
+        """Whether a parameter's only use is small enough, and where the others are."""
+        if not isinstance(use, Formed) or use.gradients.is_complex():
+            return False
+        return use.gradients.device == device and math.prod(use.shape) <= cls.LARGEST
+
+    def squared_norms(self, groups: Groups) -> Tensor:
+        """Return those of all the gradients together."""
+        return self._all.squared_norms(groups)
+
+    def leave_out(self, left_out: Shares) -> None:
+        """Blank micro-batches."""
+        self._all = self._all.without(left_out)
+
+    def add_to(self, totals: dict[str, Tensor], shares: Shares) -> None:
+        """Add sum_j share_j g_j to the totals."""
+        sizes = [math.prod(shape) for shape in self._shapes.values()]
+        parts = torch.split(self._all.add_to(None, shares), sizes)
+        for (name, shape), part in zip(self._shapes.items(), parts, strict=True):
+            part = part.view(shape)
+            totals[name] = totals[name].add_(part) if name in totals else part.clone()
 
 
 @dataclass(frozen=True)
-class Rows:
-    """sum_r left_r (x) right_r; the rows of an example are neighbours, examples in order.
+class Rows(Use):
+    """sum_r input_r (x) delta_r, where each example has n rows, in tensors of any strides."""
 
-    Where `left` holds whole numbers, it stands for one-hot rows: the lines of an embedding table.
-    """
-
-    left: Tensor  # (rows, p), or (rows,) of indices into p lines
-    right: Tensor  # (rows, q)
-    shape: tuple[int, int]  # p, q
+    inputs: Tensor  # (examples, n, width of the input)
+    deltas: Tensor  # (examples, n, width of the output): what the backward pass brought
+    inputs_first: bool  # the parameter is (input, output), unlike that of a linear layer
 
     @property
+    def left(self) -> Tensor:
+        """Return the rows that make the parameter's first dimension."""
+        return self.inputs if self.inputs_first else self.deltas
+
+    @property
+    def right(self) -> Tensor:
+        """Return the rows that make the parameter's second dimension."""
+        return self.deltas if self.inputs_first else self.inputs
+
+    @property
+    @override
+    def shape(self) -> tuple[int, int]:
+        return self.left.shape[2], self.right.shape[2]
+
+    @property
+    @override
     def nbytes(self) -> int:
-        """Return the memory it holds on to."""
-        return self.left.nbytes + self.right.nbytes
+        return self.inputs.nbytes + self.deltas.nbytes
 
-    @cached_property
-    def one_hot(self) -> bool:
-        """Whether `left` holds indices."""
-        return self.left.dim() == 1
-
-    def rows_per_example(self, groups: Groups) -> int:
-        """Return how many rows each example has."""
-        return self.right.shape[0] // groups.examples
-
-    def forming_is_cheaper(self, groups: Groups) -> bool:
-        """Whether to write the gradients out instead of multiplying all pairs of rows.
-
-        Pairs take rows^2 (p + q) products more than a plain step; written-out gradients take none
-        more, but p q numbers are written and read again, each worth about 64 products in time.
-        """
-        p, q = self.shape
-        rows = max(groups.sizes) * self.rows_per_example(groups)
-        return not self.one_hot and rows**2 * (p + q) >= 64 * p * q
-
+    @override
     def squared_norms(self, groups: Groups) -> Tensor:
         """Return |sum_r left_r x right_r|^2 = sum_rs (left_r . left_s)(right_r . right_s)."""
-        return self.products(self, groups)
-
-    def products(self, other: Rows, groups: Groups) -> Tensor:
-        """Return the inner product of two uses' gradients, for every micro-batch."""
-        n, m = self.rows_per_example(groups), other.rows_per_example(groups)
         found = []
         for block in groups:
-            lefts = _inner(_wide(block.of(self.left, n)), _wide(block.of(other.left, m)))
-            rights = torch.bmm(_wide(block.of(self.right, n)), _wide(block.of(other.right, m)).mT)
-            found.append((lefts * rights).sum((1, 2), dtype=multitensor.widest(rights.device)))
+            left, right = _wide(block.rows_of(self.left)), _wide(block.rows_of(self.right))
+            if left.shape[1] < HALVING_PAYS:
+                found.append(_pairs(left, left, right, right))
+                continue
+            half = left.shape[1] // 2
+            a, b = left[:, :half], left[:, half:]
+            c, d = right[:, :half], right[:, half:]
+            found.append(_pairs(a, a, c, c) + 2 * _pairs(a, b, c, d) + _pairs(b, b, d, d))
         return torch.cat(found)
 
-    def weighted(self, groups: Groups, coefficients: Tensor) -> Tensor:
-        """Return sum_j coefficient_j g_j: the plain weight gradient of weighted rows."""
+    @override
+    def add_to(self, total: Tensor | None, shares: Shares) -> Tensor:
+        """The plain weight gradient, of weighted rows."""
         left, right = _wide(self.left), _wide(self.right)
-        each = groups.per_example(coefficients.to(right.dtype))
-        each = each.repeat_interleave(self.rows_per_example(groups)).unsqueeze(1)
-        if self.one_hot:
-            return right.new_zeros(self.shape).index_add_(0, left, right * each)
-        if self.shape[0] < self.shape[1]:
-            return (left * each).mT @ right
-        return left.mT @ (right * each)
+        each = shares.of_examples.to(right.dtype).view(-1, 1, 1)
+        if left.shape[2] < right.shape[2]:
+            left = left * each
+        else:
+            right = right * each
+        left, right = left.flatten(0, 1).mT, right.flatten(0, 1)
+        return left @ right if total is None else torch.addmm(total, left, right, out=total)
 
-    def without(self, groups: Groups, left_out: Tensor) -> Rows:
-        """Blank what will be left out, on both sides."""
-        each = groups.per_example(left_out)
-        each = each.repeat_interleave(self.rows_per_example(groups)).unsqueeze(1)
-        left = self.left if self.one_hot else self.left.masked_fill(each, 0.0)
-        return Rows(left, self.right.masked_fill(each, 0.0), self.shape)
+    @override
+    def forming_pays(self, groups: Groups) -> bool:
+        return forming_pays(max(groups.sizes) * self.left.shape[1], *self.shape)
 
-    def form(self, groups: Groups) -> Tensor:
-        """Return the gradients of all micro-batches, written out."""
-        n = self.rows_per_example(groups)
-        parts = []
+    @override
+    def form(self, groups: Groups, workspace: Workspace) -> Tensor:
+        out = workspace.empty((len(groups), *self.shape), _wide(self.right[:0]))
+        self.form_into(groups, out)
+        return out
+
+    def form_into(self, groups: Groups, out: Tensor) -> None:
+        """Write the gradients of all micro-batches out."""
         for block in groups:
-            left, right = _wide(block.of(self.left, n)), _wide(block.of(self.right, n))
-            if self.one_hot:
-                part = right.new_zeros(block.count, *self.shape)
-                part.scatter_add_(1, left.unsqueeze(2).expand_as(right), right)
-            else:
-                part = torch.bmm(left.mT, right)
-            parts.append(part)
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+            left, right = _wide(block.rows_of(self.left)), _wide(block.rows_of(self.right))
+            torch.bmm(left.mT, right, out=block.microbatches_of(out))
+
+    @override
+    def without(self, left_out: Shares) -> Rows:
+        each = left_out.of_examples.view(-1, 1, 1)
+        inputs, deltas = self.inputs.masked_fill(each, 0.0), self.deltas.masked_fill(each, 0.0)
+        return Rows(inputs, deltas, self.inputs_first)
+
+    @override
+    def kept(self, workspace: Workspace) -> Rows:
+        # inputs are activations, which stay where they are; deltas would be gone by now
+        return Rows(self.inputs.contiguous(), workspace.keep(self.deltas), self.inputs_first)
 
 
-def _inner(left: Tensor, other: Tensor) -> Tensor:
-    """Return all inner products between two sets of left rows, one-hot (indices) or not."""
-    if left.dim() == 2 and other.dim() == 2:
-        return left.unsqueeze(2) == other.unsqueeze(1)
-    if left.dim() == 2:  # pick the entries that the ones select
-        return other.gather(2, left.unsqueeze(1).expand(-1, other.shape[1], -1)).mT
-    if other.dim() == 2:
-        return left.gather(2, other.unsqueeze(1).expand(-1, left.shape[1], -1))
-    return torch.bmm(left, other.mT)
+@dataclass(frozen=True)
+class Lines(Use):
+    """One row for a line of a table: sum_r one_hot(index_r) (x) delta_r."""
+
+    indices: Tensor  # (examples, n)
+    deltas: Tensor  # (examples, n, width)
+    lines: int
+
+    @property
+    def right(self) -> Tensor:
+        """Return the rows that make the parameter's second dimension."""
+        return self.deltas
+
+    @property
+    @override
+    def shape(self) -> tuple[int, int]:
+        return self.lines, self.deltas.shape[2]
+
+    @property
+    @override
+    def nbytes(self) -> int:
+        return self.indices.nbytes + self.deltas.nbytes
+
+    @override
+    def squared_norms(self, groups: Groups) -> Tensor:
+        """Add up the rows that meet in one line of one micro-batch, without making its table."""
+        microbatch = groups.per_example(torch.arange(len(groups), device=self.indices.device))
+        keys = (microbatch.unsqueeze(1) * self.lines + self.indices).flatten()
+        order = keys.argsort()
+        ordered = keys[order]
+        # lines are numbered in the order of their keys, so that nothing is read on the host
+        numbers = torch.zeros_like(keys)
+        numbers[1:] = (ordered[1:] != ordered[:-1]).cumsum(0)
+        deltas = _wide(self.deltas).flatten(0, 1)
+        number_of = torch.empty_like(keys).scatter_(0, order, numbers)
+        sums = torch.zeros_like(deltas).index_add_(0, number_of, deltas)
+        squares = multitensor.squared_norms(sums)
+        owners = torch.zeros_like(keys).scatter_(0, numbers, ordered // self.lines)
+        return squares.new_zeros(len(groups)).index_add_(0, owners, squares)
+
+    @override
+    def add_to(self, total: Tensor | None, shares: Shares) -> Tensor:
+        deltas = _wide(self.deltas)
+        deltas = (deltas * shares.of_examples.to(deltas.dtype).view(-1, 1, 1)).flatten(0, 1)
+        total = deltas.new_zeros(self.shape) if total is None else total
+        return total.index_add_(0, self.indices.flatten(), deltas)
+
+    @override
+    def form(self, groups: Groups, workspace: Workspace) -> Tensor:
+        deltas = _wide(self.deltas)
+        out = workspace.empty((len(groups), *self.shape), deltas).zero_()
+        for block in groups:
+            rows = block.rows_of(deltas)
+            indices = block.rows_of(self.indices).unsqueeze(2).expand_as(rows)
+            block.microbatches_of(out).scatter_add_(1, indices, rows)
+        return out
+
+    @override
+    def without(self, left_out: Shares) -> Lines:
+        deltas = self.deltas.masked_fill(left_out.of_examples.view(-1, 1, 1), 0.0)
+        return Lines(self.indices, deltas, self.lines)
+
+    @override
+    def kept(self, workspace: Workspace) -> Lines:
+        return Lines(self.indices, workspace.keep(self.deltas), self.lines)
+
+
+def forming_pays(rows: int, p: int, q: int) -> bool:
+    """Whether to write gradients of p x q out instead of multiplying all pairs of rows.
+
+    Pairs take rows^2 (p + q) products more than a plain step; written-out gradients take none
+    more, but p q numbers are written and read again, each worth about 64 products in time.
+    """
+    return rows**2 * (p + q) >= 64 * p * q
+
+
+def inner_products(one: Rows | Lines, other: Rows | Lines, groups: Groups) -> Tensor:
+    """Return the inner product of two uses' gradients, for every micro-batch."""
+    found = []
+    for block in groups:
+        rights = torch.bmm(_wide(block.rows_of(one.right)), _wide(block.rows_of(other.right)).mT)
+        if isinstance(one, Rows) and isinstance(other, Rows):
+            a, b = block.rows_of(one.left), block.rows_of(other.left)
+            lefts = torch.bmm(_wide(a), _wide(b).mT)
+        elif isinstance(one, Lines) and isinstance(other, Lines):
+            a, b = block.rows_of(one.indices), block.rows_of(other.indices)
+            lefts = (a.unsqueeze(2) == b.unsqueeze(1)).to(rights.dtype)
+        elif isinstance(one, Rows) and isinstance(other, Lines):
+            lefts = _entries(block.rows_of(one.left), block.rows_of(other.indices))
+        else:
+            return inner_products(other, one, groups)
+        found.append(_sum_of_products(lefts, rights))
+    return torch.cat(found)
+
+
+def _entries(rows: Tensor, indices: Tensor) -> Tensor:
+    """Return, for every row, its entries at all the indices."""
+    return _wide(rows).gather(2, indices.unsqueeze(1).expand(-1, rows.shape[1], -1))
+
+
+def _pairs(a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> Tensor:
+    """Return sum_rs (a_r . b_s)(c_r . d_s) for every micro-batch."""
+    return _sum_of_products(torch.bmm(a, b.mT), torch.bmm(c, d.mT))
+
+
+def _sum_of_products(one: Tensor, other: Tensor) -> Tensor:
+    """Return the inner products of two rows of matrices, of which the first is overwritten."""
+    return one.mul_(other).flatten(1).sum(1)
 
 
 def _wide(tensor: Tensor) -> Tensor:
     """Return rows in a precision that products can be added up in."""
     return tensor.to(multitensor.accumulation_dtype(tensor))
-
-
-Use = Rows | Formed
-
-
-def squared_norms(uses: list[Use], groups: Groups) -> Tensor:
-    """Return the squared norms of a parameter's gradients over all uses, with cross terms."""
-    if len(uses) == 1:
-        return uses[0].squared_norms(groups)
-    rows = [use for use in uses if isinstance(use, Rows)]
-    if len(rows) < len(uses):
-        return Formed(sum_of([use.form(groups) for use in uses])).squared_norms(groups)
-    total = sum_of([use.squared_norms(groups) for use in rows])
-    for i, one in enumerate(rows):
-        for other in rows[:i]:
-            total = total + 2 * one.products(other, groups)
-    return total
 
 
 def sum_of(tensors: list[Tensor]) -> Tensor:
@@ -169,3 +335,18 @@ def sum_of(tensors: list[Tensor]) -> Tensor:
     for tensor in tensors[1:]:
         total = total + tensor
     return total
+
+
+def squared_norms(uses: list[Use], groups: Groups, workspace: Workspace) -> Tensor:
+    """Return the squared norms of a parameter's gradients over all uses, with cross terms."""
+    if len(uses) == 1:
+        return uses[0].squared_norms(groups)
+    paired = [use for use in uses if isinstance(use, Rows | Lines)]
+    if len(paired) < len(uses):
+        total = sum_of([use.form(groups, workspace) for use in uses])
+        return multitensor.squared_norms(total)
+    norms = sum_of([use.squared_norms(groups) for use in paired])
+    for i, one in enumerate(paired):
+        for other in paired[:i]:
+            norms = norms + 2 * inner_products(one, other, groups)
+    return norms
