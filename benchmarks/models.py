@@ -14,12 +14,35 @@ from torch.nn import functional as F
 class Task:
     model: nn.Module
     batch: tuple[Tensor, Tensor]
-    losses: Callable[[tuple[Tensor, Tensor]], Tensor]  # one per example
+    loss: Callable[[Tensor, Tensor], Tensor]  # one per example, from outputs and targets
+
+    def losses(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        """Return one loss per example."""
+        return self.loss(self.model(batch[0]), batch[1])
 
     @property
     def buffer(self) -> int:
         """Bytes of one gradient."""
         return sum(p.numel() * p.element_size() for p in self.model.parameters())
+
+
+class Block(nn.Module):
+    """Attention and two layers, made of parts that all the libraries compared here know."""
+
+    def __init__(self, width: int, heads: int, causal: bool):
+        super().__init__()
+        self.first_norm, self.second_norm = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.queries_keys_values = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.heads, self.causal = heads, causal
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = self.queries_keys_values(self.first_norm(x)).chunk(3, -1)
+        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in parts)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
+        x = x + self.out(attended.transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.second_norm(x))))
 
 
 class Transformer(nn.Module):
@@ -28,43 +51,38 @@ class Transformer(nn.Module):
     def __init__(self, embed: nn.Module, head: nn.Module, width: int, depth: int, causal: bool):
         super().__init__()
         self.embed, self.head = embed, head
-        self.blocks = nn.ModuleList(
-            nn.TransformerEncoderLayer(
-                width, 4, 4 * width, 0.0, "gelu", batch_first=True, norm_first=True
-            )
-            for _ in range(depth)
-        )
+        self.blocks = nn.Sequential(*[Block(width, 4, causal) for _ in range(depth)])
         self.norm = nn.LayerNorm(width)
-        self.causal = causal
 
     def forward(self, x: Tensor) -> Tensor:
-        hidden = self.embed(x)
-        mask = None
-        if self.causal:
-            mask = nn.Transformer.generate_square_subsequent_mask(hidden.shape[1])
-        for block in self.blocks:
-            hidden = block(hidden, src_mask=mask, is_causal=self.causal)
-        return self.head(self.norm(hidden))
+        return self.head(self.norm(self.blocks(self.embed(x))))
+
+
+def places(x: Tensor) -> Tensor:
+    """Number the places of every example; some libraries need positions asked for one by one."""
+    ones = torch.ones_like(x if x.dim() == 2 else x[..., 0], dtype=torch.long)
+    return ones.cumsum(1) - 1
 
 
 class Tokens(nn.Module):
     def __init__(self, vocabulary: int, width: int, length: int):
         super().__init__()
         self.tokens = nn.Embedding(vocabulary, width)
-        self.positions = nn.Parameter(torch.randn(length, width) * 0.02)
+        self.positions = nn.Embedding(length, width)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return self.tokens(tokens) + self.positions
+        return self.tokens(tokens) + self.positions(places(tokens))
 
 
 class Patches(nn.Module):
     def __init__(self, width: int, patch: int, count: int):
         super().__init__()
         self.cut = nn.Conv2d(3, width, patch, stride=patch)
-        self.positions = nn.Parameter(torch.randn(1, count, width) * 0.02)
+        self.positions = nn.Embedding(count, width)
 
     def forward(self, images: Tensor) -> Tensor:
-        return self.cut(images).flatten(2).mT + self.positions
+        patches = self.cut(images).flatten(2).mT
+        return patches + self.positions(places(patches))
 
 
 def _language(width: int, depth: int, length: int, batch_size: int, vocabulary: int = 1024) -> Task:
@@ -72,18 +90,18 @@ def _language(width: int, depth: int, length: int, batch_size: int, vocabulary: 
     model = Transformer(Tokens(vocabulary, width, length), head, width, depth, causal=True)
     tokens = torch.randint(0, vocabulary, (batch_size, length + 1))
 
-    def losses(batch: tuple[Tensor, Tensor]) -> Tensor:
-        return F.cross_entropy(model(batch[0]).mT, batch[1], reduction="none").mean(1)
+    def loss(logits: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(logits.mT, targets, reduction="none").mean(1)
 
-    return Task(model, (tokens[:, :-1], tokens[:, 1:]), losses)
+    return Task(model, (tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()), loss)
 
 
 def _images(model: nn.Module, batch_size: int) -> Task:
-    def losses(batch: tuple[Tensor, Tensor]) -> Tensor:
-        return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+    def loss(logits: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(logits, targets, reduction="none")
 
     images, labels = torch.randn(batch_size, 3, 32, 32), torch.randint(0, 10, (batch_size,))
-    return Task(model, (images, labels), losses)
+    return Task(model, (images, labels), loss)
 
 
 def gpt(batch_size: int) -> Task:

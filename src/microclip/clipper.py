@@ -104,6 +104,11 @@ class Clipper:
         """What "auto" found out on the first batch, and chose; None before, or if not "auto"."""
         return self._chooser.report
 
+    @property
+    def held_memory(self) -> int:
+        """Bytes that are kept between steps to be used again: by single passes on a CPU only."""
+        return self._chooser.held_memory
+
     def __repr__(self) -> str:
         p = self.policy
         return (

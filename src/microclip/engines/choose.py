@@ -61,6 +61,11 @@ class Chooser:
         self._kept: dict[str, Any] = {}
         self._trials: dict[tuple[int, int], EngineReport] = {}
 
+    @property
+    def held_memory(self) -> int:
+        """Return the bytes kept from step to step."""
+        return self._kept["workspace"].nbytes if self._kept else 0
+
     def for_chunks(self, tally: Tally) -> Engine:
         """Make the engine for a step of several parts, whose number is not known."""
         if self.name == "fused":
