@@ -19,9 +19,9 @@ from functools import partial
 
 import torch
 
-import per_sample
 from microclip import Clipper
 
+import per_sample
 from measure import Step, interleaved, peak_memory, ratio
 from models import TASKS, Task
 

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Hashable
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch import Tensor, nn
 
+from microclip.distributed.ddp import Ddp
 from microclip.engines.base import CannotFuseError, Engine
 from microclip.engines.choose import ENGINES, Chooser, EngineName, check
-from microclip.engines.gradients import deposit, take, trainable
+from microclip.engines.gradients import Gradients, deposit, take, trainable
 from microclip.engines.losses import LossFn
 from microclip.engines.stream import Stream
 from microclip.engines.tally import REDUCTIONS, Policy, Reduction, Tally
-from microclip.microbatches import Cuts, Domains, Ids, Microbatch, check_size, cut
+from microclip.microbatches import Cuts, Domains, Ids, Microbatch, check_size, cut, is_empty
 from microclip.outcome import Outcome
 from microclip.rules import NONFINITE, MinNorm, Nonfinite, Rule
 
@@ -85,6 +87,7 @@ class Clipper:
         check(engine, rule)
         trainable(model)
         self.model = model
+        self._ddp = Ddp.find(model)
         self._chooser = Chooser(engine, model, grad_scaler, _check_budget(memory_budget))
         self.policy = Policy(rule, check_size(microbatch_size), reduction, nonfinite)
         self.step = 0
@@ -187,18 +190,19 @@ class Clipper:
 
     def finish(self) -> Outcome:
         """Apply the rule to all that was folded and add the result to `.grad`."""
-        if self._engine is None:
+        if self._engine is None and self._ddp is None:
             raise RuntimeError(
                 "finish() has nothing to finish: no micro-batch was folded since the last one."
             )
         engine, tally = self._engine, self._current()
+        parameters = trainable(self.model) if engine is None else engine.parameters
         try:
-            gradients = engine.finish()
+            gradients = self._result(engine, tally, parameters)
         finally:
             notes = tuple(self._notes)
             self.discard()
-        deposit(engine.parameters, gradients)
-        self.outcome = tally.outcome(engine.name, notes)
+        deposit(parameters, gradients)
+        self.outcome = tally.outcome(engine.name if engine else "none", notes)
         self.step += 1
         if tally.left_out and not self._warned:
             self._warned = True
@@ -210,6 +214,25 @@ class Clipper:
                 stacklevel=3,
             )
         return self.outcome
+
+    def _result(
+        self, engine: Engine | None, tally: Tally, parameters: dict[str, nn.Parameter]
+    ) -> Gradients:
+        """Return the clipped gradient; over all ranks, if there are several."""
+        tally.settle()
+        if engine is None:  # this rank has no examples, but listens, and adds nothing
+            tally.leave_out()
+            gradients: Gradients = {}
+        else:
+            with self._local():
+                gradients = engine.finish()
+        if self._ddp is None:
+            return gradients
+        return self._ddp.ranks.sum(tally.step, gradients, parameters)
+
+    def _local(self) -> AbstractContextManager[None]:
+        """Keep gradients on this rank until they are clipped."""
+        return nullcontext() if self._ddp is None else self._ddp.local()
 
     def discard(self) -> None:
         """Drop what was folded since the last `finish()`, for instance to leave a bad batch out."""
@@ -244,15 +267,21 @@ class Clipper:
                 "of the whole batch: backward(loss_fn, batch) instead of backward(loss)."
             )
         b = self.policy.microbatch_size
+        if self._ddp is not None:
+            if self._tally is None:
+                self._ddp.align_buffers()
+            if is_empty(batch):
+                return
         tally = self._current()
         microbatches = cut(batch, b, domains=domains, ids=ids, first_position=tally.examples)
         self._note_sizes(sum(microbatch.size for microbatch in microbatches), final)
         try:
-            if final:
-                self._fold_whole(loss_fn, microbatches)
-                return
-            self._engine = self._engine or self._chooser.for_chunks(tally)
-            self._engine.fold(loss_fn, microbatches, final)
+            with self._local():
+                if final:
+                    self._fold_whole(loss_fn, microbatches)
+                    return
+                self._engine = self._engine or self._chooser.for_chunks(tally)
+                self._engine.fold(loss_fn, microbatches, final)
         except BaseException as error:
             self._abandon(error, final)
             raise
@@ -279,6 +308,12 @@ class Clipper:
                 f"with engine={self.engine!r} must see the examples. Use backward(loss_fn, batch) "
                 "or fold(loss_fn, chunk), or a rule that streams."
             )
+        if self._ddp is not None and not self._ddp.is_local:
+            raise RuntimeError(
+                "DistributedDataParallel averages gradients over ranks before fold() sees them. "
+                "Call loss.backward() and fold() inside `with model.no_sync():`, or use "
+                "microclip.distributed.RankClip."
+            )
         names = () if ids is None else tuple(ids.tolist() if isinstance(ids, Tensor) else ids)
         size = check_size(size) or len(names) or 1
         if names and len(names) != size:
@@ -303,7 +338,8 @@ class Clipper:
 
     def _current(self) -> Tally:
         if self._tally is None:
-            self._tally = Tally(self.policy, self.step)
+            ranks = None if self._ddp is None else self._ddp.ranks
+            self._tally = Tally(self.policy, self.step, ranks)
         return self._tally
 
     def _note_sizes(self, examples: int, final: bool) -> None:

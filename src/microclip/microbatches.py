@@ -131,6 +131,12 @@ def count_examples(batch: Any) -> int:
     return size
 
 
+def is_empty(batch: Any) -> bool:
+    """Whether a batch has tensors, and no examples in them."""
+    lengths = [len(leaf) for _, leaf in tensors_of(batch)]
+    return bool(lengths) and not any(lengths)
+
+
 def _select(batch: Any, positions: Sequence[int]) -> Any:
     """Return the batch with only these examples: views where they are neighbours, else copies."""
     start, stop = positions[0], positions[-1] + 1

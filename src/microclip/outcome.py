@@ -37,7 +37,7 @@ class Outcome:
     @property
     def bound(self) -> Tensor:
         """The bound; with several domains, the smallest of theirs."""
-        return self.bounds.min()
+        return self.bounds.min() if len(self) else self.bounds.new_full((), torch.nan)
 
     @property
     def mean_weight(self) -> Tensor:

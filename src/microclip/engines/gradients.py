@@ -7,7 +7,6 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from microclip import multitensor
 
@@ -16,11 +15,6 @@ Gradients = dict[str, Tensor]  # by parameter name; a parameter without gradient
 
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the parameters that are trained, by name, or say why there is nothing to clip."""
-    if isinstance(model, DistributedDataParallel):
-        raise NotImplementedError(
-            "DistributedDataParallel averages gradients over ranks before they can be clipped. "
-            "Give Clipper the wrapped module (ddp.module) on one rank, or train on one process."
-        )
     chosen = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not chosen:
         raise ValueError(

@@ -60,7 +60,9 @@ class Sums:
 
     @torch.no_grad()
     def close(self, domain: Hashable) -> None:
-        """Give a domain its common factor, now that its norms are known, and free its sum."""
+        """Give a domain its common factor, if all its norms are known, and free its sum."""
+        if self._tally.waits:
+            return
         add_multiple(self._closed, self._open.pop(domain).gradients, self._multiplier(domain))
 
     @torch.no_grad()

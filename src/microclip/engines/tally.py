@@ -7,14 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
+from microclip.distributed.domains import key
 from microclip.microbatches import Microbatch
 from microclip.outcome import Outcome
 from microclip.rules import Nonfinite, Rule, Verdict, apply, countable
+
+if TYPE_CHECKING:
+    from microclip.distributed.ranks import Everyone, Ranks
 
 Reduction = Literal["mean", "sum"]
 REDUCTIONS: tuple[str, ...] = get_args(Reduction)
@@ -47,9 +51,11 @@ class _Entry:
 class Tally:
     """What is known of the micro-batches of one step."""
 
-    def __init__(self, policy: Policy, step: int) -> None:
+    def __init__(self, policy: Policy, step: int, ranks: Ranks | None = None) -> None:
         self.policy = policy
         self.step = step
+        self.ranks = ranks  # None: this process has the whole mini-batch
+        self._everyone: Everyone | None = None
         self._entries: list[_Entry] = []
         self._rows: dict[Hashable, list[int]] = {}
         self._verdicts: dict[Hashable, Verdict] = {}
@@ -82,14 +88,50 @@ class Tally:
         sizes = [float(self._entries[row].size) for row in self._rows[domain]]
         return torch.tensor(sizes, dtype=norm.dtype, device=norm.device)
 
+    @property
+    def waits(self) -> bool:
+        """Whether other ranks have yet to tell their norms."""
+        return self.ranks is not None and self._everyone is None
+
+    def settle(self) -> None:
+        """Hear the norms of the other ranks, if there are any; all ranks call it, once."""
+        if self.ranks is not None and self._everyone is None:
+            norms = [entry.norm for entry in self._entries]
+            self._everyone = self.ranks.exchange(
+                self.step,
+                torch.stack(norms) if norms else torch.zeros(0),
+                [entry.size for entry in self._entries],
+                [entry.domain for entry in self._entries],
+            )
+
     def judge(self, domain: Hashable) -> Verdict:
         """Let the rule speak on one domain; all its micro-batches must have been added."""
-        if domain not in self._verdicts:
+        everyone = self._everyone
+        if everyone is None:
+            return self._verdict(domain)
+        verdict = self._verdict(key(domain))
+        places = [i for i, row in enumerate(everyone.rows(key(domain))) if row in everyone.mine]
+        chosen = torch.tensor(places, device=verdict.weights.device, dtype=torch.long)
+        return Verdict(verdict.weights[chosen], verdict.bound, verdict.skipped[chosen])
+
+    def _verdict(self, name: Hashable) -> Verdict:
+        """Return the verdict on a domain over all ranks; among ranks, a domain goes by its key."""
+        if name not in self._verdicts:
+            norms, sizes = self._evidence(name)
             policy = self.policy
-            self._verdicts[domain] = apply(
-                policy.rule, self.norms(domain), self.sizes(domain), policy.nonfinite
-            )
-        return self._verdicts[domain]
+            self._verdicts[name] = apply(policy.rule, norms, sizes, policy.nonfinite)
+        return self._verdicts[name]
+
+    def _evidence(self, name: Any) -> tuple[Tensor, Tensor]:
+        if self._everyone is None:
+            return self.norms(name), self.sizes(name)
+        device = self._everyone.norms.device
+        rows = torch.tensor(self._everyone.rows(name), device=device, dtype=torch.long)
+        return self._everyone.norms[rows], self._everyone.sizes[rows]
+
+    def _names(self) -> Sequence[Hashable]:
+        """Return all domains, on all ranks."""
+        return list(self._rows) if self._everyone is None else self._everyone.keys
 
     def coefficients(self) -> Tensor:
         """Return what each micro-batch's gradient is multiplied with in the result."""
@@ -101,32 +143,54 @@ class Tally:
 
         Every domain's verdict is spoken by then: what was skipped is not part of the total.
         """
-        total = self._gather(lambda domain: self.sizes(domain) * ~self.judge(domain).skipped).sum()
+        parts = [
+            (self._evidence(name)[1] * ~self._verdict(name).skipped).sum() for name in self._names()
+        ]
+        total = torch.stack(parts).sum()
         if self.policy.reduction == "mean":
             return total.clamp(min=1)  # nothing left: the gradient is zero, whatever divides it
-        b = self.policy.microbatch_size or max(entry.size for entry in self._entries)
-        return torch.full_like(total, min(b, self.examples))
+        if self._everyone is None:
+            largest, examples = max(entry.size for entry in self._entries), self.examples
+        else:
+            sizes = self._everyone.sizes
+            largest, examples = int(sizes.max().item()), int(sizes.sum().item())
+        return torch.full_like(total, min(self.policy.microbatch_size or largest, examples))
 
     def leave_out(self) -> list[int]:
         """Return the micro-batches to leave out, or raise, as the policy has it.
 
-        Reads the device once; under "propagate" not at all.
+        Reads the device once; under "propagate" not at all. All ranks raise alike.
         """
         if self.policy.nonfinite == "propagate":
             return []
-        flags = self._gather(lambda domain: self.judge(domain).skipped)
-        self.left_out = [row for row, flag in enumerate(flags.tolist()) if flag]
-        if self.left_out and self.policy.nonfinite == "raise":
-            raise NonfiniteGradientError(self._describe(self.left_out[0]))
+        if self._entries:
+            flags = self._gather(lambda domain: self.judge(domain).skipped)
+            self.left_out = [row for row, flag in enumerate(flags.tolist()) if flag]
+        if self.policy.nonfinite == "raise":
+            if self.left_out:
+                raise NonfiniteGradientError(self._describe(self.left_out[0]))
+            self._raise_for_others()
         return self.left_out
+
+    def _raise_for_others(self) -> None:
+        if self._everyone is None:
+            return
+        bad = (~self._everyone.norms.isfinite()).nonzero().flatten().tolist()
+        if bad:
+            rank, row = self._everyone.place(bad[0])
+            raise NonfiniteGradientError(
+                f"Step {self.step}: the gradient of micro-batch {row} of rank {rank} is not finite "
+                "(its own log names the examples). `.grad` is as it was."
+            )
 
     def outcome(self, engine: str, notes: tuple[str, ...]) -> Outcome:
         """Return what the step did, and let the rule take note of it."""
-        for domain in self._rows:
-            self.policy.rule.observe(countable(self.norms(domain)), self.sizes(domain))
+        for name in self._names():
+            norms, counts = self._evidence(name)
+            self.policy.rule.observe(countable(norms), counts)
         entries = self._entries
         sizes = self._gather(self.sizes)
-        skipped = self._gather(lambda domain: self.judge(domain).skipped)
+        skipped = self._gather(lambda domain: self.judge(domain).skipped).bool()
         losses = _if_all([entry.loss for entry in entries])
         each = _if_all([entry.example_losses for entry in entries])
         return Outcome(
@@ -134,7 +198,7 @@ class Tally:
             loss=_mean_loss(torch.stack(losses), sizes * ~skipped) if losses else None,
             losses=torch.stack(losses) if losses else None,
             example_losses=torch.cat(each) if each else None,
-            norms=torch.stack([entry.norm for entry in entries]),
+            norms=torch.stack([entry.norm for entry in entries]) if entries else torch.zeros(0),
             weights=self._gather(lambda domain: self.judge(domain).weights),
             bounds=self._gather(
                 lambda domain: self.judge(domain).bound.expand(len(self._rows[domain]))
@@ -149,6 +213,8 @@ class Tally:
 
     def _gather(self, of_domain: Callable[[Hashable], Tensor]) -> Tensor:
         """Put vectors that exist per domain into one, in the order of the micro-batches."""
+        if not self._rows:  # a rank without examples
+            return torch.zeros(0)
         together = torch.cat([of_domain(domain) for domain in self._rows])
         rows = [row for rows in self._rows.values() for row in rows]
         if rows == sorted(rows):

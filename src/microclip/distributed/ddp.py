@@ -1,0 +1,55 @@
+"""DistributedDataParallel: its gradients are kept from being averaged before they are clipped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from microclip.distributed.ranks import Ranks
+
+
+class Ddp:
+    """What a Clipper asks of a wrapped model."""
+
+    def __init__(self, wrapper: DistributedDataParallel) -> None:
+        self._wrapper = wrapper
+        device = next(wrapper.module.parameters()).device
+        self.ranks = Ranks(wrapper.process_group, device)
+
+    @classmethod
+    def find(cls, model: nn.Module) -> Ddp | None:
+        """Return it for a model that is wrapped, perhaps compiled as well; None for others."""
+        inner = getattr(model, "_orig_mod", model)
+        return cls(inner) if isinstance(inner, DistributedDataParallel) else None
+
+    @contextmanager
+    def local(self) -> Iterator[None]:
+        """Inside the block, gradients stay on their rank."""
+        wrapper = self._wrapper
+        # with a static graph, the first backward pass would reduce in spite of no_sync()
+        static, wrapper.static_graph = wrapper.static_graph, False
+        wrapper.require_forward_param_sync = False  # ranks without examples would not take part
+        try:
+            with wrapper.no_sync():
+                yield
+        finally:
+            wrapper.static_graph = static
+            wrapper.require_forward_param_sync = True  # whoever comes next, gets the same buffers
+
+    @property
+    def is_local(self) -> bool:
+        """Whether we are inside such a block, or one of the user's own."""
+        return not self._wrapper.require_backward_grad_sync
+
+    @torch.no_grad()
+    def align_buffers(self) -> None:
+        """Give every rank the first one's buffers, as the wrapper does at the start of a step."""
+        ignored = self._wrapper.parameters_to_ignore
+        named = self._wrapper.module.named_buffers()
+        buffers = [buffer for name, buffer in named if name not in ignored]
+        if buffers and self._wrapper.broadcast_buffers:
+            self.ranks.copy_from_first(buffers)

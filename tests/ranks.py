@@ -1,0 +1,112 @@
+"""Running a function on several real ranks, and what they share: models, batches, expectations."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import multiprocessing, nn
+
+from microclip.microbatches import cut
+
+import reference
+
+SECONDS = 60
+
+
+def run(function: Callable[..., Any], world: int, folder: Path, *args: Any) -> list[Any]:
+    """Return what `function(rank, *args)` gives on each rank of a new process group."""
+    multiprocessing.start_processes(
+        _enter, (function, world, str(folder), args), nprocs=world, start_method="spawn"
+    )
+    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(world)]
+
+
+def _enter(rank: int, function: Any, world: int, folder: str, args: tuple[Any, ...]) -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=SECONDS),
+    )
+    try:
+        torch.save(function(rank, *args), f"{folder}/{rank}.pt")
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+class Net(nn.Module):
+    """With a branch that only some examples take, and a parameter that nobody uses."""
+
+    def __init__(self, dtype: torch.dtype, batchnorm: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Sequential(nn.Linear(5, 7), nn.LayerNorm(7), nn.Tanh())
+        self.mixed = nn.BatchNorm1d(7) if batchnorm else nn.Identity()
+        self.branch = nn.Linear(7, 7)
+        self.head = nn.Linear(7, 3)
+        self.unused = nn.Parameter(torch.zeros(2))
+        self.to(dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.mixed(self.body(x))
+        if bool((x[:, 0] > 100).any()):
+            hidden = hidden + self.branch(hidden)
+        return self.head(hidden)
+
+
+def batch(rank: int, size: int, dtype: torch.dtype, branch: bool = False) -> Any:
+    """Return the examples of one rank."""
+    generator = torch.Generator().manual_seed(100 + rank)
+    x = torch.randn(size, 5, generator=generator).to(dtype) * (1 + rank)
+    y = torch.randint(0, 3, (size,), generator=generator)
+    if branch and rank == 0:
+        x[:, 0] = 101.0
+    return x, y
+
+
+def losses(model: nn.Module) -> Callable[[Any], torch.Tensor]:
+    return lambda batch: nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+
+def twin(
+    model: nn.Module,
+    batches: list[Any],
+    b: int | None,
+    *,
+    rule: str = "MinNorm()",
+    reduction: str = "mean",
+    domains: list[Any] | None = None,
+) -> list[Any]:
+    """Return the gradient that one process gets from the micro-batches of all ranks.
+
+    Micro-batches that are not finite are left out.
+    """
+    pieces = []
+    for rank, examples in enumerate(batches):
+        if len(examples[0]):
+            pieces += cut(examples, b, domains=domains[rank] if domains else None)
+    parameters = list(model.parameters())
+    gradients = reference.microbatch_gradients(
+        lambda batch: losses(model)(batch).mean(), parameters, [piece.batch for piece in pieces]
+    )
+    finite = [j for j, g in enumerate(gradients) if math.isfinite(reference.norm(g))]
+    sizes = [pieces[j].size for j in finite]
+    return reference.clipped_gradient(
+        [gradients[j] for j in finite],
+        sizes,
+        reference.WEIGH[rule],
+        reduction,
+        b or max(sizes),
+        [pieces[j].domain for j in finite],
+    )[0]

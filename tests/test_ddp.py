@@ -1,0 +1,92 @@
+"""DistributedDataParallel on real ranks: the gradient of one process with the same micro-batches.
+
+All cells of one number of ranks run in one process group, since starting processes takes long; the
+tests then look at what each rank found.
+"""
+
+import pytest
+import torch
+
+from microclip import Clipper
+
+import ddp_cells
+import properties
+import ranks
+from ddp_cells import CELLS, data, domains
+
+WORLDS = (1, 2, 4)
+
+
+@pytest.fixture(scope="module", params=WORLDS)
+def found(request, tmp_path_factory):
+    """What every rank found, by cell."""
+    world = request.param
+    return ranks.run(ddp_cells.work, world, tmp_path_factory.mktemp(f"world{world}"), world)
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_equals_one_process(found, name):
+    cell, world = CELLS[name], len(found)
+    net = ranks.Net(cell.dtype)
+    batches = [data(cell, rank) for rank in range(world)]
+    if not sum(cell.sizes[:world]) or (cell.bad is not None and cell.bad >= world):
+        pytest.skip("concerns more ranks")
+    b = cell.b
+    if cell.hook:  # which counts ranks, not examples
+        batches = [tuple(t for t in batch) for batch in batches]
+    wanted = ranks.twin(
+        net, batches, b, rule=cell.rule, reduction=cell.reduction,
+        domains=[domains(cell, r) for r in range(world)] if cell.domains else None,
+    )  # fmt: skip
+    tolerance = 1e-5 if cell.dtype == torch.float32 else 1e-12
+    for each in found:
+        gradients, _ = each[name]
+        if cell.hook:  # DistributedDataParallel gives zeros to what it knows to be unused
+            pairs = [(g, w) for g, w in zip(gradients, wanted, strict=True) if w is not None]
+            properties.assert_close([g for g, _ in pairs], [w for _, w in pairs], tolerance)
+        else:
+            properties.assert_close(gradients, wanted, tolerance)
+
+
+def test_all_ranks_get_the_same_bits(found):
+    for name in CELLS:
+        first = found[0][name][0]
+        for other in found[1:]:
+            for one, two in zip(first, other[name][0], strict=True):
+                assert (one is None and two is None) or torch.equal(one, two), name
+
+
+def test_per_core_clipping_is_one_process_with_as_many_microbatches(found):
+    """The paper's setting: each core's batch is a micro-batch."""
+    world = len(found)
+    cell = CELLS["stream whole MinNorm()"]
+    net = ranks.Net(cell.dtype)
+    batches = [data(cell, rank) for rank in range(world)]
+    together = tuple(torch.cat(parts) for parts in zip(*batches, strict=True))
+    clipper = Clipper(net, len(together[0]) // world, engine="stream")
+    outcome = clipper.backward(ranks.losses(net), together)
+    assert len(outcome) == world
+    properties.assert_close(
+        found[0]["stream whole MinNorm()"][0], [p.grad for p in net.parameters()], 1e-12
+    )
+
+
+def test_buffers_are_kept_in_step_as_the_wrapper_does(tmp_path):
+    found = ranks.run(ddp_cells.statistics, 2, tmp_path, 2)
+    for each in found:
+        for plain, clipped in zip(each[False], each[True], strict=True):
+            torch.testing.assert_close(plain, clipped)
+
+
+def test_faults_reach_all_ranks_alike(tmp_path):
+    first, second = ranks.run(ddp_cells.faults, 2, tmp_path, 2)
+    assert "micro-batch 1 of rank 1 is not finite" in first["nonfinite"]
+    assert "micro-batch 1, examples 2, 3, has norm" in second["nonfinite"]
+    for each in (first, second):
+        assert "OutOfStepError" in each["step"]
+        assert "rank 0: step 5, rank 1: step 6" in each["step"]
+        assert "no_sync" in each["fold"]
+        assert each["propagated"]
+        net = ranks.Net(torch.float64)
+        batches = [ranks.batch(rank, 6, torch.float64) for rank in range(2)]
+        properties.assert_close(each["own backward"], ranks.twin(net, batches, None), 1e-12)
