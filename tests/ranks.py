@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -39,10 +40,18 @@ def _enter(rank: int, function: Any, world: int, folder: str, args: tuple[Any, .
         timeout=timedelta(seconds=SECONDS),
     )
     try:
-        torch.save(function(rank, *args), f"{folder}/{rank}.pt")
-        dist.barrier()
+        torch.save(function(rank, *args), f"{folder}/{rank}.new")
+        os.replace(f"{folder}/{rank}.new", f"{folder}/{rank}.pt")
+        # whoever leaves closes its connections, on which others may still wait
+        _wait(lambda: all(Path(folder, f"{r}.pt").exists() for r in range(world)))
     finally:
         dist.destroy_process_group()
+
+
+def _wait(done: Callable[[], bool]) -> None:
+    end = time.monotonic() + SECONDS
+    while not done() and time.monotonic() < end:
+        time.sleep(0.05)
 
 
 class Net(nn.Module):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from microclip.distributed.ddp import Ddp
 from microclip.engines.base import CannotFuseError, Engine
-from microclip.engines.choose import ENGINES, Chooser, EngineName, check
+from microclip.engines.choose import ENGINES, SCOPES, Chooser, EngineName, Scope, check
 from microclip.engines.gradients import Gradients, deposit, take, trainable
 from microclip.engines.losses import LossFn
 from microclip.engines.stream import Stream
@@ -56,6 +56,8 @@ class Clipper:
         memory_budget: Bytes that a single-pass step may hold beside the parameters; larger
             batches are taken in chunks, which never changes the result. None: what the device has
             free. Rules that do not stream keep a part of every chunk.
+        scope: For models sharded with `fully_shard`: "rank" makes micro-batches of one rank's
+            examples, "world" of what all ranks process at the same time.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class Clipper:
         nonfinite: Nonfinite = "propagate",
         grad_scaler: torch.amp.GradScaler | None = None,
         memory_budget: int | None = None,
+        scope: Scope = "rank",
     ) -> None:
         rule = MinNorm() if rule is None else rule
         if not isinstance(model, nn.Module):
@@ -84,11 +87,13 @@ class Clipper:
         _one_of("engine", engine, ENGINES)
         _one_of("reduction", reduction, REDUCTIONS)
         _one_of("nonfinite", nonfinite, NONFINITE)
+        _one_of("scope", scope, SCOPES)
         check(engine, rule)
         trainable(model)
         self.model = model
         self._ddp = Ddp.find(model)
-        self._chooser = Chooser(engine, model, grad_scaler, _check_budget(memory_budget))
+        self._chooser = Chooser(engine, model, grad_scaler, _check_budget(memory_budget), scope)
+        self._ranks = self._ddp.ranks if self._ddp else self._chooser.ranks
         self.policy = Policy(rule, check_size(microbatch_size), reduction, nonfinite)
         self.step = 0
         self.outcome: Outcome | None = None  # of the last finished step
@@ -338,8 +343,7 @@ class Clipper:
 
     def _current(self) -> Tally:
         if self._tally is None:
-            ranks = None if self._ddp is None else self._ddp.ranks
-            self._tally = Tally(self.policy, self.step, ranks)
+            self._tally = Tally(self.policy, self.step, self._ranks)
         return self._tally
 
     def _note_sizes(self, examples: int, final: bool) -> None:

@@ -31,6 +31,7 @@ def widest(device: torch.device) -> torch.dtype:
 def norm(tensors: list[Tensor], device: torch.device) -> Tensor:
     """Return the L2 norm over all elements of all tensors, a scalar on this device."""
     wide = widest(device)
+    tensors = [tensor for tensor in tensors if tensor.numel()]  # a shard may be empty
     if not tensors:
         return torch.zeros((), device=device, dtype=wide)
     if not on_host(tensors[0]):

@@ -114,6 +114,22 @@ class Ranks:
             )
         return counts
 
+    def agree(self, step: int, count: int, sizes: Sequence[int] = ()) -> None:
+        """Make sure that all ranks are about to do the same, before they wait for each other."""
+        weighted = sum(place * size for place, size in enumerate(sizes, 1))  # tells orders apart
+        message = torch.tensor([count, sum(sizes), weighted], device=self.device)
+        heard = message.new_empty(self.count, len(message))
+        with self._answered(step):
+            dist.all_gather(list(heard.unbind()), message, group=self.group)
+        if multitensor.on_host(heard) and not bool((heard == message).all()):
+            raise OutOfStepError(
+                f"Step {step}: all ranks of a sharded model must have as many micro-batches"
+                + (" of the same sizes" if sizes else "")
+                + f", but they have {heard[:, 0].tolist()}"
+                + (f", with {heard[:, 1].tolist()} examples" if sizes else "")
+                + ". Drop or fill up the last batch of an epoch (drop_last=True)."
+            )
+
     def _gather(self, step: int, rows: Tensor) -> Tensor:
         count = rows.shape[1]
         message = rows.new_zeros(HEADER + 3 * self._capacity)

@@ -24,10 +24,14 @@ from microclip.microbatches import Cuts
 from microclip.rules import Rule
 
 if TYPE_CHECKING:
+    from microclip.distributed.fsdp import Fsdp
+    from microclip.distributed.ranks import Ranks
     from microclip.engines.trial import EngineReport
 
 EngineName = Literal["auto", "stream", "two_pass", "fused"]
 ENGINES: tuple[str, ...] = get_args(EngineName)
+Scope = Literal["rank", "world"]
+SCOPES: tuple[str, ...] = get_args(Scope)
 
 logger = logging.getLogger("microclip")
 
@@ -42,6 +46,15 @@ def check(name: EngineName, rule: Rule) -> None:
         )
 
 
+def _sharded(model: nn.Module) -> Fsdp | None:
+    """Return how a model is sharded over ranks; the question costs an import only if it is."""
+    if not any(hasattr(parameter, "device_mesh") for parameter in model.parameters()):
+        return None
+    from microclip.distributed.fsdp import Fsdp
+
+    return Fsdp.find(model)
+
+
 class Chooser:
     """Makes the engine for each step; with "auto" it finds out which one is best."""
 
@@ -51,11 +64,19 @@ class Chooser:
         model: nn.Module,
         scaler: GradScaler | None,
         memory_budget: int | None,
+        scope: Scope = "rank",
     ) -> None:
         self.name = name
         self.model = model
         self.scaler = scaler
         self.memory_budget = memory_budget
+        self._fsdp = _sharded(model)
+        self._scope = scope
+        if scope == "world" and self._fsdp is None:
+            raise ValueError(
+                'scope="world" is for models sharded with fully_shard(): others have their '
+                "gradients rank by rank."
+            )
         self.report: EngineReport | None = None
         # by examples and micro-batches: the last batch of an epoch, being smaller, has its own
         self._kept: dict[str, Any] = {}
@@ -66,8 +87,33 @@ class Chooser:
         """Return the bytes kept from step to step."""
         return self._kept["workspace"].nbytes if self._kept else 0
 
+    @property
+    def ranks(self) -> Ranks | None:
+        """Return the ranks that a sharded model's micro-batches are spread over."""
+        return self._fsdp.ranks if self._fsdp and self._scope == "rank" else None
+
+    def _for_shards(self, tally: Tally) -> Engine:
+        """Make the engine for a sharded model; there is one for each scope."""
+        from microclip.distributed.fsdp import RankScope, WorldScope
+
+        assert self._fsdp is not None
+        engine = WorldScope if self._scope == "world" else RankScope
+        if self.name not in ("auto", engine.name):
+            raise ValueError(
+                f"engine={self.name!r} does not work on a sharded model with "
+                f'scope={self._scope!r}: leave it at "auto".'
+            )
+        if engine is WorldScope and not tally.policy.rule.streams:
+            raise ValueError(
+                f"{tally.policy.rule!r} needs all norms before it can weight any gradient, but "
+                'micro-batches over all ranks are streamed. Use scope="rank" or rescale=True.'
+            )
+        return engine(self.model, trainable(self.model), tally, self.scaler, fsdp=self._fsdp)
+
     def for_chunks(self, tally: Tally) -> Engine:
         """Make the engine for a step of several parts, whose number is not known."""
+        if self._fsdp is not None:
+            return self._for_shards(tally)
         if self.name == "fused":
             return self._single_pass(tally)
         two_pass = self.name == "two_pass" or not tally.policy.rule.streams
@@ -75,6 +121,8 @@ class Chooser:
 
     def for_batch(self, tally: Tally, loss_fn: LossFn, cuts: Cuts) -> Engine:
         """Make the engine for a step that consists of one batch."""
+        if self._fsdp is not None:
+            return self._for_shards(tally)
         if len(cuts) == 1:
             # needs no second pass and no second buffer: streaming it is a plain backward
             return self._make(Stream, tally)

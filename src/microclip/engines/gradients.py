@@ -21,11 +21,6 @@ def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
             f"{type(model).__name__} has no trainable parameters: no parameter has "
             "requires_grad=True, so there is no gradient to clip."
         )
-    for name, parameter in chosen.items():
-        if hasattr(parameter, "device_mesh"):
-            raise NotImplementedError(
-                f"Parameter {name!r} is sharded over ranks (a DTensor), which is not supported yet."
-            )
     return chosen
 
 
@@ -50,7 +45,9 @@ def take(parameters: dict[str, nn.Parameter]) -> Gradients:
                 f"Parameter {name!r} got a sparse gradient, which cannot be rescaled and added up "
                 "exactly here. Build the module with sparse=False."
             )
-        if gradient.is_complex():
+        if hasattr(gradient, "to_local"):  # this rank's shard
+            taken[name] = gradient.to_local()
+        elif gradient.is_complex():
             taken[name] = torch.view_as_real(gradient)
     _clear(parameters)
     return taken
@@ -75,7 +72,7 @@ def deposit(parameters: dict[str, nn.Parameter], gradients: Gradients) -> None:
     for name, gradient in gradients.items():
         parameter = parameters[name]
         result = torch.view_as_complex(gradient) if parameter.is_complex() else gradient
-        result = result.to(parameter.dtype)
+        result = _as_shard(result.to(parameter.dtype), parameter)
         if parameter.grad is None:
             parameter.grad = result
         else:
@@ -85,3 +82,20 @@ def deposit(parameters: dict[str, nn.Parameter], gradients: Gradients) -> None:
 def _clear(parameters: dict[str, nn.Parameter]) -> None:
     for parameter in parameters.values():
         parameter.grad = None
+
+
+def _as_shard(result: Tensor, parameter: nn.Parameter) -> Tensor:
+    """Return a result as a shard of the whole where the parameter is one."""
+    if not hasattr(parameter, "device_mesh"):
+        return result
+    from torch.distributed.tensor import DTensor
+
+    assert isinstance(parameter, DTensor)
+    return DTensor.from_local(
+        result,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )

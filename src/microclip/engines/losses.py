@@ -43,10 +43,10 @@ def call(loss_fn: LossFn, batch: Any, size: int) -> Tensor:
     return loss
 
 
-def backward(loss: Tensor, scaler: GradScaler | None) -> None:
+def backward(loss: Tensor, scaler: GradScaler | None, retain_graph: bool = False) -> None:
     """Differentiate, through the loss scaling if there is one."""
     scaled = loss if scaler is None else scaler.scale(loss)
-    scaled.backward()  # type: ignore[no-untyped-call]
+    scaled.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
 
 
 def unscale(norm: Tensor, scaler: GradScaler | None) -> Tensor:

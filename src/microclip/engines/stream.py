@@ -43,14 +43,17 @@ class Stream(Engine):
         each: Tensor | None = None,
     ) -> None:
         """Add one micro-batch's gradients, which the engine may overwrite from now on."""
-        norm = multitensor.norm(list(gradients.values()), self.device)
-        norm = unscale(norm, self.scaler)
+        norm = unscale(self.norm(gradients), self.scaler)
         self.tally.add(microbatch, norm, loss, each)
         if self.tally.policy.nonfinite != "propagate":
             _blank_if_nonfinite(gradients, norm)
         sum_ = self._sums.of(microbatch.domain)
         multiple = sum_.multiples(self._sums.shares(norm, microbatch.size))
         add_multiple(sum_.gradients, gradients, multiple)
+
+    def norm(self, gradients: Gradients) -> Tensor:
+        """Return the norm over all parameters."""
+        return multitensor.norm(list(gradients.values()), self.device)
 
     def finish(self) -> Gradients:
         """Return sum_j coefficient_j g_j."""

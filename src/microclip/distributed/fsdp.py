@@ -1,0 +1,202 @@
+"""Models sharded with `fully_shard` (FSDP2): no rank ever holds a whole gradient.
+
+`RankScope`: micro-batches of one rank. A first backward pass takes norms where the gradients would
+be reduced, and sends nothing; a second one sends the weighted gradients. No gradient is kept.
+`WorldScope`: a micro-batch is what all ranks do at the same time. Its gradient comes out reduced,
+in shards, and is streamed: the accumulator is sharded as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from microclip import multitensor
+from microclip.distributed.ranks import Ranks
+from microclip.engines.base import Engine
+from microclip.engines.gradients import Gradients, set_aside, take
+from microclip.engines.losses import LossFn, backward, evaluate, unscale
+from microclip.engines.stream import Stream
+from microclip.microbatches import Cuts
+
+
+class Fsdp:
+    """What a Clipper asks of a sharded model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.modules = [m for m in model.modules() if isinstance(m, FSDPModule)]
+        mesh = _mesh(model)
+        parameter = next(p for p in model.parameters() if p.requires_grad)
+        self.ranks = Ranks(mesh.get_group(), parameter.device)
+        for module in self.modules:
+            for group in _groups(module):
+                if group.gradient_divide_factor is not None:
+                    raise NotImplementedError(
+                        "set_gradient_divide_factor() changes what FSDP sends by a factor that "
+                        "clipping would have to know. Leave it at its default."
+                    )
+
+    @classmethod
+    def find(cls, model: nn.Module) -> Fsdp | None:
+        """Return it for a sharded model, None for others; refuse what would go wrong."""
+        sharded = [n for n, p in model.named_parameters() if isinstance(p, DTensor)]
+        if not sharded:
+            return None
+        if not any(isinstance(module, FSDPModule) for module in model.modules()):
+            raise NotImplementedError(
+                f"Parameter {sharded[0]!r} is sharded over ranks (a DTensor), but not by "
+                "fully_shard(): tensor parallelism is not supported."
+            )
+        return cls(model)
+
+    @contextmanager
+    def sending(self, way: Sending) -> Iterator[None]:
+        """Inside the block, what FSDP reduces goes this way."""
+        before = [(group, group._reduce_scatter_comm) for m in self.modules for group in _groups(m)]
+        try:
+            for group, comm in before:
+                group._reduce_scatter_comm = way.over(comm)
+            yield
+        finally:
+            for group, comm in before:
+                group._reduce_scatter_comm = comm
+
+
+class Sending:
+    """Stands between FSDP and its reduce-scatter, where a rank's whole gradient passes by."""
+
+    def __init__(self, mode: Literal["norms", "all", "nothing"]) -> None:
+        self.mode = mode
+        self.norms: list[Tensor] = []
+
+    def over(self, comm: Any) -> Any:
+        """Return a reduce-scatter that does as the mode says."""
+        return _ReduceScatter(self, comm)
+
+    def take(self, output: Tensor, flat: Tensor, group: dist.ProcessGroup) -> bool:
+        """Look at a gradient; return whether it should be sent."""
+        if self.mode == "norms":
+            norm = multitensor.norm([flat], flat.device)
+            self.norms.append(norm * _divided_before(flat.dtype, group.size()))
+            output.zero_()
+            return False
+        if self.mode == "nothing":
+            flat.zero_()  # the others wait for it
+        return True
+
+
+class _ReduceScatter:
+    def __init__(self, sending: Sending, comm: Any) -> None:
+        self._sending, self._comm = sending, comm
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        found: Tensor = self._comm.allocate(size, dtype=dtype, device=device)
+        return found
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, **options: Any
+    ) -> Any:
+        if not self._sending.take(output_tensor, input_tensor, group):
+            return None
+        return self._comm(output_tensor, input_tensor, group, op, **options)
+
+
+class RankScope(Engine):
+    """Keeps the graphs of all micro-batches, as a plain step does, and goes back through them."""
+
+    name = "two_pass"
+
+    def __init__(self, *args: Any, fsdp: Fsdp, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._fsdp = fsdp
+        self._losses: list[Tensor] = []
+
+    def fold(self, loss_fn: LossFn, microbatches: Cuts, final: bool) -> None:
+        """First backward pass: norms, and nothing is sent."""
+        self._fsdp.ranks.agree(self.tally.step, len(microbatches))
+        with set_aside(self.parameters):
+            for microbatch in microbatches:
+                loss, each = evaluate(loss_fn, microbatch)
+                sending = Sending("norms")
+                with self._fsdp.sending(sending):
+                    backward(loss, self.scaler, retain_graph=True)
+                whole = take(self.parameters)  # zeros, unless this is the only rank
+                norms = sending.norms or [multitensor.norm(list(whole.values()), self.device)]
+                norm = unscale(multitensor.join(norms, self.device), self.scaler)
+                self.tally.add(microbatch, norm, loss.detach(), each)
+                self._losses.append(loss)
+
+    def finish(self) -> Gradients:
+        """Second backward pass: the weighted gradients, which FSDP averages over ranks."""
+        coefficients = self.tally.coefficients() * self._fsdp.ranks.count
+        left_out = set(self.tally.leave_out())
+        with set_aside(self.parameters):
+            for row, loss in enumerate(self._losses):
+                sending = Sending("nothing" if row in left_out else "all")
+                with self._fsdp.sending(sending):
+                    backward(loss * coefficients[row].to(loss.dtype), self.scaler)
+            return take(self.parameters)
+
+
+class WorldScope(Stream):
+    """Streams shards; their norms are put together from all ranks."""
+
+    def __init__(self, *args: Any, fsdp: Fsdp, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._ranks = fsdp.ranks
+
+    def fold(self, loss_fn: LossFn, microbatches: Cuts, final: bool) -> None:
+        """Add the gradients of these micro-batches, each over all ranks."""
+        sizes = [microbatch.size for microbatch in microbatches]
+        self._ranks.agree(self.tally.step, len(sizes), sizes)
+        super().fold(loss_fn, microbatches, final)
+
+    def norm(self, gradients: Gradients) -> Tensor:
+        """Return the norm over the shards of all ranks."""
+        square = super().norm(gradients).square()
+        dist.all_reduce(square, group=self._ranks.group)
+        return square.sqrt()
+
+
+def _mesh(model: nn.Module) -> Any:
+    """Return the mesh that all trainable parameters are sharded over."""
+    meshes = set()
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        if not isinstance(parameter, DTensor):
+            raise NotImplementedError(
+                f"Parameter {name!r} is not sharded, but others are: its gradient is not reduced "
+                "over ranks. Shard the whole model with fully_shard(model)."
+            )
+        meshes.add(parameter.device_mesh)
+    if len(meshes) > 1 or next(iter(meshes)).ndim > 1:
+        raise NotImplementedError(
+            "The model is sharded over a mesh of several dimensions (HSDP, or together with tensor "
+            "parallelism), which is not supported: use a mesh of one dimension."
+        )
+    return meshes.pop()
+
+
+def _groups(module: FSDPModule) -> list[Any]:
+    groups: list[Any] = module._get_fsdp_state()._fsdp_param_groups
+    return groups
+
+
+def _divided_before(dtype: torch.dtype, ranks: int) -> int:
+    """Return what FSDP has divided a gradient by before it sends it: half of the ranks' share.
+
+    It does so for dtypes of which it fears that sums overflow, by about the root of their number.
+    """
+    divisor = 1
+    if dtype not in (torch.float32, torch.bfloat16):
+        while ranks % divisor == 0 and ranks / divisor > divisor:
+            divisor *= 2
+    return divisor
