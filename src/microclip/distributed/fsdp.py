@@ -9,7 +9,7 @@ in shards, and is streamed: the accumulator is sharded as well.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, Literal
 
 import torch
@@ -124,14 +124,36 @@ class RankScope(Engine):
         with set_aside(self.parameters):
             for microbatch in microbatches:
                 loss, each = evaluate(loss_fn, microbatch)
-                sending = Sending("norms")
-                with self._fsdp.sending(sending):
-                    backward(loss, self.scaler, retain_graph=True)
-                whole = take(self.parameters)  # zeros, unless this is the only rank
-                norms = sending.norms or [multitensor.norm(list(whole.values()), self.device)]
-                norm = unscale(multitensor.join(norms, self.device), self.scaler)
+                norm = unscale(self._norm(loss), self.scaler)
                 self.tally.add(microbatch, norm, loss.detach(), each)
                 self._losses.append(loss)
+
+    def _norm(self, loss: Tensor) -> Tensor:
+        """Differentiate a first time, for the norm alone."""
+        sending = Sending("norms")
+        alone = self._fsdp.ranks.count == 1  # then nothing would be sent that one could look at
+        with self._fsdp.sending(sending), nullcontext() if alone else self._dropping():
+            backward(loss, self.scaler, retain_graph=True)
+        if alone:
+            return multitensor.norm(list(take(self.parameters).values()), self.device)
+        return multitensor.join(sending.norms, self.device)
+
+    @contextmanager
+    def _dropping(self) -> Iterator[None]:
+        """Inside the block, shards of gradients (zeros, for nothing was sent) go at once."""
+
+        def drop(parameter: nn.Parameter) -> None:
+            parameter.grad = None
+
+        handles: list[Any] = []
+        try:
+            for parameter in self.parameters.values():
+                handle = parameter.register_post_accumulate_grad_hook(drop)  # type: ignore[no-untyped-call]
+                handles.append(handle)
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
 
     def finish(self) -> Gradients:
         """Second backward pass: the weighted gradients, which FSDP averages over ranks."""
