@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as Ddp
 
-from microclip import Clipper
+from microclip import Clipper, multitensor
 from microclip.distributed import RankClip
 from microclip.engines.tally import NonfiniteGradientError
 
@@ -200,3 +200,25 @@ def faults(rank: int, world: int) -> dict[str, str]:
     clipper.backward(ranks.losses(model), (bad, batch[1]))
     heard["propagated"] = bool(net.head.weight.grad.isnan().all())
     return heard
+
+
+def unread(rank: int, world: int) -> Any:
+    """Train as on an accelerator, where nothing may be read on the host within a step."""
+    multitensor.on_host = lambda tensor: False
+    net = ranks.Net(torch.float64)
+    model = Ddp(net)
+    clipper = Clipper(model, 2, engine="stream")
+    sizes = (6, 3, 8, 1)  # the first of these steps agrees on how many there may be
+    for turn in range(3):
+        net.zero_grad()
+        batch = ranks.batch(rank, sizes[rank] if turn else 8, torch.float64)
+        clipper.backward(ranks.losses(model), batch)
+    gradients = copy.deepcopy([p.grad for p in net.parameters()])
+    clipper.step += rank
+    message = ""
+    clipper.backward(ranks.losses(model), batch)
+    try:
+        clipper.backward(ranks.losses(model), batch)
+    except RuntimeError as error:
+        message = str(error)
+    return gradients, message

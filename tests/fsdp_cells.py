@@ -15,6 +15,7 @@ from microclip import Clipper
 
 import properties
 import ranks
+from measure import peak_memory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,6 +138,31 @@ def step(cell: Cell, rank: int, world: int) -> Any:
     clipper.backward(ranks.losses(model), examples, domains=domains(cell))
     twice = [whole(parameter) for parameter in model.parameters()]
     return once, twice, outcome.norms
+
+
+def memory(rank: int, world: int) -> tuple[int, int, int]:
+    """Return the bytes of a gradient, and the peaks of a plain and of a clipped step."""
+
+    def model() -> nn.Module:
+        net = nn.Sequential(*[nn.Linear(512, 512) for _ in range(8)])
+        for child in net:
+            fully_shard(child)
+        return fully_shard(net)
+
+    def peak(net: nn.Module, step: Any) -> int:
+        step()
+        net.zero_grad()
+        return peak_memory(step)
+
+    batch = torch.randn(2, 512)
+    net = model()
+    plain = peak(net, lambda net=net: net(batch).square().mean().backward())
+    net = model()
+    clipper = Clipper(net)
+    clipped = peak(
+        net, lambda net=net: clipper.backward(lambda x: net(x).square().mean((1,)), batch)
+    )
+    return 8 * 4 * (512 * 512 + 512), plain, clipped
 
 
 def faults(rank: int, world: int) -> dict[str, str]:

@@ -90,3 +90,13 @@ def test_faults_reach_all_ranks_alike(tmp_path):
         net = ranks.Net(torch.float64)
         batches = [ranks.batch(rank, 6, torch.float64) for rank in range(2)]
         properties.assert_close(each["own backward"], ranks.twin(net, batches, None), 1e-12)
+
+
+def test_as_on_an_accelerator(tmp_path):
+    """Without a look at what the others said; a missed step is noticed one step later."""
+    world, sizes = 2, (6, 3)
+    batches = [ranks.batch(rank, sizes[rank], torch.float64) for rank in range(world)]
+    wanted = ranks.twin(ranks.Net(torch.float64), batches, 2)
+    for gradients, message in ranks.run(ddp_cells.unread, world, tmp_path, world):
+        properties.assert_close(gradients, wanted, 1e-12)
+        assert "rank 0: step 3, rank 1: step 4" in message

@@ -68,3 +68,9 @@ def test_faults(tmp_path):
         assert "is for models sharded" in heard["plain"]
         assert "several dimensions" in heard["hsdp"]
         assert "'1.weight' is not sharded" in heard["half"]
+
+
+def test_no_gradient_buffer(tmp_path):
+    """A rank's micro-batch: a second backward pass, but no second gradient."""
+    for buffer, plain, clipped in ranks.run(fsdp_cells.memory, 2, tmp_path, 2):
+        assert clipped - plain < 0.15 * buffer

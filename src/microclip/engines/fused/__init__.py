@@ -5,6 +5,7 @@ in and the gradient of what came out. So one ordinary backward pass holds everyt
 each micro-batch's part of the sum and, once the rule has spoken, the weighted sum itself.
 
 `record` keeps the weights' own gradient work out of the backward pass and notes each use of a
-parameter instead; `rows` and `formed` are the algebra of the two kinds of uses; `engine` ties
-them together.
+parameter instead: what is known of which function is in `layers`, and `anything` does the rest.
+`uses` is the algebra of uses, `groups` says which examples belong together. `workspace` and
+`budget` are about memory, and `engine` ties all of it together.
 """
