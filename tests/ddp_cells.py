@@ -15,8 +15,8 @@ from microclip import Clipper, multitensor
 from microclip.distributed import RankClip
 from microclip.engines.tally import NonfiniteGradientError
 
+import processes
 import properties
-import ranks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +82,7 @@ CELLS = {
 
 
 def data(cell: Cell, rank: int) -> Any:
-    x, y = ranks.batch(rank, cell.sizes[rank], cell.dtype, cell.branch)
+    x, y = processes.batch(rank, cell.sizes[rank], cell.dtype, cell.branch)
     if rank == cell.bad:
         x[1] = torch.nan
     if rank == cell.zero:
@@ -90,13 +90,8 @@ def data(cell: Cell, rank: int) -> Any:
     return x, y
 
 
-def labels(cell: Cell, rank: int) -> list[str] | None:
-    return ["de", "en", "fr"] * 3 if cell.domains else None
-
-
 def domains(cell: Cell, rank: int) -> list[str] | None:
-    found = labels(cell, rank)
-    return found[: cell.sizes[rank]] if found else None
+    return (["de", "en", "fr"] * 3)[: cell.sizes[rank]] if cell.domains else None
 
 
 def work(rank: int, world: int) -> dict[str, Any]:
@@ -106,7 +101,7 @@ def work(rank: int, world: int) -> dict[str, Any]:
 
 
 def step(cell: Cell, rank: int, world: int) -> Any:
-    net = ranks.Net(cell.dtype)
+    net = processes.Net(cell.dtype)
     if cell.hook and "find_unused_parameters" not in cell.wrapper:
         net.unused.requires_grad_(False)
         net.branch.requires_grad_(False)
@@ -117,7 +112,7 @@ def step(cell: Cell, rank: int, world: int) -> Any:
         clip = RankClip(model, rule, cell.nonfinite)
         for _ in range(2):  # buckets are rebuilt after the first
             net.zero_grad()
-            ranks.losses(model)(examples).mean().backward()
+            processes.losses(model)(examples).mean().backward()
         assert clip.step == 2
         return [p.grad for p in net.parameters()], clip.outcome.norms
     if cell.compiled:
@@ -129,11 +124,13 @@ def step(cell: Cell, rank: int, world: int) -> Any:
     for _ in range(2):
         net.zero_grad()
         if cell.folds == 1:
-            outcome = clipper.backward(ranks.losses(model), examples, domains=domains(cell, rank))
+            outcome = clipper.backward(
+                processes.losses(model), examples, domains=domains(cell, rank)
+            )
         else:
             for part in range(cell.folds):
                 rows = slice(part * 4, part * 4 + 4)
-                clipper.fold(ranks.losses(model), (examples[0][rows], examples[1][rows]))
+                clipper.fold(processes.losses(model), (examples[0][rows], examples[1][rows]))
             outcome = clipper.finish()
     return [p.grad for p in net.parameters()], outcome.norms
 
@@ -142,18 +139,18 @@ def statistics(rank: int, world: int) -> Any:
     """Train a model with BatchNorm, with and without clipping; one micro-batch on each rank."""
     found = {}
     for clipped in (False, True):
-        net = ranks.Net(torch.float64, batchnorm=True)
+        net = processes.Net(torch.float64, batchnorm=True)
         net.unused.requires_grad_(False)
         net.branch.requires_grad_(False)
         model = Ddp(net)
         clipper = Clipper(model)
         for turn in range(3):
-            batch = ranks.batch(rank + 10 * turn, 6, torch.float64)
+            batch = processes.batch(rank + 10 * turn, 6, torch.float64)
             if clipped:
-                clipper.backward(ranks.losses(model), batch)
+                clipper.backward(processes.losses(model), batch)
             else:
-                ranks.losses(model)(batch).mean().backward()
-        model(ranks.batch(0, 6, torch.float64)[0])  # the wrapper's own broadcast
+                processes.losses(model)(batch).mean().backward()
+        model(processes.batch(0, 6, torch.float64)[0])  # the wrapper's own broadcast
         found[clipped] = [buffer.clone() for buffer in net.buffers()]
     return found
 
@@ -161,35 +158,35 @@ def statistics(rank: int, world: int) -> Any:
 def faults(rank: int, world: int) -> dict[str, str]:
     """Return what each rank hears of what goes wrong."""
     heard = {}
-    batch = ranks.batch(rank, 6, torch.float64)
-    net = ranks.Net(torch.float64)
+    batch = processes.batch(rank, 6, torch.float64)
+    net = processes.Net(torch.float64)
     model = Ddp(net, find_unused_parameters=True)
     clipper = Clipper(model, 2, nonfinite="raise")
     bad = batch[0].clone()
     if rank == 1:
         bad[3] = torch.inf
     try:
-        clipper.backward(ranks.losses(model), (bad, batch[1]))
+        clipper.backward(processes.losses(model), (bad, batch[1]))
     except NonfiniteGradientError as error:
         heard["nonfinite"] = str(error)
     assert all(p.grad is None for p in net.parameters())
     clipper = Clipper(model, 2)
     clipper.step = 5 + rank
     try:
-        clipper.backward(ranks.losses(model), batch)
+        clipper.backward(processes.losses(model), batch)
     except RuntimeError as error:
         heard["step"] = f"{type(error).__name__}: {error}"
-    net = ranks.Net(torch.float64)
+    net = processes.Net(torch.float64)
     model = Ddp(net, find_unused_parameters=True)
     clipper = Clipper(model, 2, engine="stream")
-    ranks.losses(model)(batch).mean().backward()
+    processes.losses(model)(batch).mean().backward()
     try:
         clipper.fold()
     except RuntimeError as error:
         heard["fold"] = str(error)
     net.zero_grad()
     with model.no_sync():
-        ranks.losses(model)(batch).mean().backward()
+        processes.losses(model)(batch).mean().backward()
         clipper.fold()
     clipper.finish()
     heard["own backward"] = copy.deepcopy([p.grad for p in net.parameters()])
@@ -197,7 +194,7 @@ def faults(rank: int, world: int) -> dict[str, str]:
     bad = batch[0].clone()
     if rank == 1:
         bad[3] = torch.nan
-    clipper.backward(ranks.losses(model), (bad, batch[1]))
+    clipper.backward(processes.losses(model), (bad, batch[1]))
     heard["propagated"] = bool(net.head.weight.grad.isnan().all())
     return heard
 
@@ -205,20 +202,20 @@ def faults(rank: int, world: int) -> dict[str, str]:
 def unread(rank: int, world: int) -> Any:
     """Train as on an accelerator, where nothing may be read on the host within a step."""
     multitensor.on_host = lambda tensor: False
-    net = ranks.Net(torch.float64)
+    net = processes.Net(torch.float64)
     model = Ddp(net)
     clipper = Clipper(model, 2, engine="stream")
     sizes = (6, 3, 8, 1)  # the first of these steps agrees on how many there may be
     for turn in range(3):
         net.zero_grad()
-        batch = ranks.batch(rank, sizes[rank] if turn else 8, torch.float64)
-        clipper.backward(ranks.losses(model), batch)
+        batch = processes.batch(rank, sizes[rank] if turn else 8, torch.float64)
+        clipper.backward(processes.losses(model), batch)
     gradients = copy.deepcopy([p.grad for p in net.parameters()])
     clipper.step += rank
     message = ""
-    clipper.backward(ranks.losses(model), batch)
+    clipper.backward(processes.losses(model), batch)
     try:
-        clipper.backward(ranks.losses(model), batch)
+        clipper.backward(processes.losses(model), batch)
     except RuntimeError as error:
         message = str(error)
     return gradients, message

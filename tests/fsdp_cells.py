@@ -13,8 +13,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from microclip import Clipper
 
+import processes
 import properties
-import ranks
 from measure import peak_memory
 
 
@@ -80,11 +80,11 @@ class Tied(nn.Module):
 
 
 def network(cell: Cell) -> nn.Module:
-    return Tied(cell.dtype) if cell.tied else ranks.Net(cell.dtype)
+    return Tied(cell.dtype) if cell.tied else processes.Net(cell.dtype)
 
 
 def data(cell: Cell, rank: int) -> Any:
-    x, y = ranks.batch(rank, SIZE, cell.dtype)
+    x, y = processes.batch(rank, SIZE, cell.dtype)
     if rank == cell.bad:
         x[1] = torch.nan
     return x, y
@@ -128,14 +128,14 @@ def step(cell: Cell, rank: int, world: int) -> Any:
     for _ in range(2):
         model.zero_grad()
         if cell.folds == 1:
-            outcome = clipper.backward(ranks.losses(model), examples, domains=domains(cell))
+            outcome = clipper.backward(processes.losses(model), examples, domains=domains(cell))
         else:
             for rows in (slice(0, 4), slice(4, 6)):
-                clipper.fold(ranks.losses(model), (examples[0][rows], examples[1][rows]))
+                clipper.fold(processes.losses(model), (examples[0][rows], examples[1][rows]))
             outcome = clipper.finish()
     found = [whole(parameter) for parameter in model.parameters()]
     once = found
-    clipper.backward(ranks.losses(model), examples, domains=domains(cell))
+    clipper.backward(processes.losses(model), examples, domains=domains(cell))
     twice = [whole(parameter) for parameter in model.parameters()]
     return once, twice, outcome.norms
 
@@ -172,22 +172,22 @@ def faults(rank: int, world: int) -> dict[str, str]:
     for scope in ("rank", "world"):
         model = sharded(cell, world)
         clipper = Clipper(model, 2, scope=scope)
-        batch = ranks.batch(rank, 6 + 2 * rank, torch.float32)
+        batch = processes.batch(rank, 6 + 2 * rank, torch.float32)
         try:
-            clipper.backward(ranks.losses(model), batch)
+            clipper.backward(processes.losses(model), batch)
         except RuntimeError as error:
             heard[f"uneven {scope}"] = str(error)
         assert all(p.grad is None for p in model.parameters())
     model = sharded(cell, world)
     heard["fused"] = refusal(
         lambda: Clipper(model, 2, engine="fused").backward(
-            ranks.losses(model), ranks.batch(rank, 6, torch.float32)
+            processes.losses(model), processes.batch(rank, 6, torch.float32)
         )
     )
     heard["median"] = refusal(
         lambda: Clipper(
             model, 2, scope="world", rule=properties.RULES["Median(rescale=False)"]
-        ).backward(ranks.losses(model), ranks.batch(rank, 6, torch.float32))
+        ).backward(processes.losses(model), processes.batch(rank, 6, torch.float32))
     )
     heard["plain"] = refusal(lambda: Clipper(nn.Linear(2, 2), scope="world"))
     mesh = init_device_mesh("cpu", (1, world), mesh_dim_names=("replicate", "shard"))

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from microclip import Clipper
 
-import ranks
+import processes
 
 
 def main() -> None:
@@ -35,7 +35,7 @@ def main() -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=options.timeout))
     rank, world = dist.get_rank(), dist.get_world_size()
 
-    net = ranks.Net(torch.float32)
+    net = processes.Net(torch.float32)
     model = DistributedDataParallel(net)
     optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
     clipper = Clipper(model, 2, engine="stream")
@@ -50,9 +50,9 @@ def main() -> None:
     dies = options.die is not None and rank == world - 1 and not (options.once and restarted)
 
     for step in range(clipper.step, options.steps):
-        batch = ranks.batch(rank + world * step, 8, torch.float32)
+        batch = processes.batch(rank + world * step, 8, torch.float32)
         optimizer.zero_grad()
-        clipper.backward(ranks.losses(model), batch)
+        clipper.backward(processes.losses(model), batch)
         optimizer.step()
         if rank == 0:
             state = {

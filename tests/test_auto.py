@@ -216,3 +216,19 @@ def test_a_rare_branch_that_cannot_be_fused_does_not_end_a_run(caplog):
     Clipper(model, 2, engine="stream").backward(loss_fn, rare)
     properties.assert_close(found, gradient(model), 1e-6)
     assert clipper.backward(loss_fn, data).engine == "stream"
+
+
+def test_memory_of_the_trial_is_given_back():
+    """Also that of a single pass, if it was not chosen."""
+    model = nn.Linear(64, 64)
+
+    def mixing(x):
+        return model(x - x.mean(0)).square().mean((1, 2))
+
+    clipper = Clipper(model, 2)
+    with pytest.warns(RuntimeWarning, match="stream engine is used"):
+        clipper.backward(mixing, torch.randn(8, 16, 64))
+    assert clipper.held_memory == 0
+    clipper = Clipper(model, 2, engine="fused")
+    clipper.backward(lambda x: model(x).square().mean((1, 2)), torch.randn(8, 16, 64))
+    assert clipper.held_memory > 0

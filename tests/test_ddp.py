@@ -10,8 +10,8 @@ import torch
 from microclip import Clipper
 
 import ddp_cells
+import processes
 import properties
-import ranks
 from ddp_cells import CELLS, data, domains
 
 WORLDS = (1, 2, 4)
@@ -21,21 +21,18 @@ WORLDS = (1, 2, 4)
 def found(request, tmp_path_factory):
     """What every rank found, by cell."""
     world = request.param
-    return ranks.run(ddp_cells.work, world, tmp_path_factory.mktemp(f"world{world}"), world)
+    return processes.run(ddp_cells.work, world, tmp_path_factory.mktemp(f"world{world}"), world)
 
 
 @pytest.mark.parametrize("name", CELLS)
 def test_equals_one_process(found, name):
     cell, world = CELLS[name], len(found)
-    net = ranks.Net(cell.dtype)
+    net = processes.Net(cell.dtype)
     batches = [data(cell, rank) for rank in range(world)]
     if not sum(cell.sizes[:world]) or (cell.bad is not None and cell.bad >= world):
         pytest.skip("concerns more ranks")
-    b = cell.b
-    if cell.hook:  # which counts ranks, not examples
-        batches = [tuple(t for t in batch) for batch in batches]
-    wanted = ranks.twin(
-        net, batches, b, rule=cell.rule, reduction=cell.reduction,
+    wanted = processes.twin(
+        net, batches, cell.b, rule=cell.rule, reduction=cell.reduction,
         domains=[domains(cell, r) for r in range(world)] if cell.domains else None,
     )  # fmt: skip
     tolerance = 1e-5 if cell.dtype == torch.float32 else 1e-12
@@ -60,11 +57,11 @@ def test_per_core_clipping_is_one_process_with_as_many_microbatches(found):
     """The paper's setting: each core's batch is a micro-batch."""
     world = len(found)
     cell = CELLS["stream whole MinNorm()"]
-    net = ranks.Net(cell.dtype)
+    net = processes.Net(cell.dtype)
     batches = [data(cell, rank) for rank in range(world)]
     together = tuple(torch.cat(parts) for parts in zip(*batches, strict=True))
     clipper = Clipper(net, len(together[0]) // world, engine="stream")
-    outcome = clipper.backward(ranks.losses(net), together)
+    outcome = clipper.backward(processes.losses(net), together)
     assert len(outcome) == world
     properties.assert_close(
         found[0]["stream whole MinNorm()"][0], [p.grad for p in net.parameters()], 1e-12
@@ -72,14 +69,14 @@ def test_per_core_clipping_is_one_process_with_as_many_microbatches(found):
 
 
 def test_buffers_are_kept_in_step_as_the_wrapper_does(tmp_path):
-    found = ranks.run(ddp_cells.statistics, 2, tmp_path, 2)
+    found = processes.run(ddp_cells.statistics, 2, tmp_path, 2)
     for each in found:
         for plain, clipped in zip(each[False], each[True], strict=True):
             torch.testing.assert_close(plain, clipped)
 
 
 def test_faults_reach_all_ranks_alike(tmp_path):
-    first, second = ranks.run(ddp_cells.faults, 2, tmp_path, 2)
+    first, second = processes.run(ddp_cells.faults, 2, tmp_path, 2)
     assert "micro-batch 1 of rank 1 is not finite" in first["nonfinite"]
     assert "micro-batch 1, examples 2, 3, has norm" in second["nonfinite"]
     for each in (first, second):
@@ -87,16 +84,16 @@ def test_faults_reach_all_ranks_alike(tmp_path):
         assert "rank 0: step 5, rank 1: step 6" in each["step"]
         assert "no_sync" in each["fold"]
         assert each["propagated"]
-        net = ranks.Net(torch.float64)
-        batches = [ranks.batch(rank, 6, torch.float64) for rank in range(2)]
-        properties.assert_close(each["own backward"], ranks.twin(net, batches, None), 1e-12)
+        net = processes.Net(torch.float64)
+        batches = [processes.batch(rank, 6, torch.float64) for rank in range(2)]
+        properties.assert_close(each["own backward"], processes.twin(net, batches, None), 1e-12)
 
 
 def test_as_on_an_accelerator(tmp_path):
     """Without a look at what the others said; a missed step is noticed one step later."""
     world, sizes = 2, (6, 3)
-    batches = [ranks.batch(rank, sizes[rank], torch.float64) for rank in range(world)]
-    wanted = ranks.twin(ranks.Net(torch.float64), batches, 2)
-    for gradients, message in ranks.run(ddp_cells.unread, world, tmp_path, world):
+    batches = [processes.batch(rank, sizes[rank], torch.float64) for rank in range(world)]
+    wanted = processes.twin(processes.Net(torch.float64), batches, 2)
+    for gradients, message in processes.run(ddp_cells.unread, world, tmp_path, world):
         properties.assert_close(gradients, wanted, 1e-12)
         assert "rank 0: step 3, rank 1: step 4" in message

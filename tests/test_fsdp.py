@@ -6,8 +6,8 @@ import torch
 from microclip.microbatches import cut
 
 import fsdp_cells
+import processes
 import properties
-import ranks
 from fsdp_cells import CELLS, data, domains, network
 
 WORLDS = (1, 2, 4)
@@ -17,7 +17,7 @@ WORLDS = (1, 2, 4)
 def found(request, tmp_path_factory):
     """What every rank found, by cell."""
     world = request.param
-    return ranks.run(fsdp_cells.work, world, tmp_path_factory.mktemp(f"world{world}"), world)
+    return processes.run(fsdp_cells.work, world, tmp_path_factory.mktemp(f"world{world}"), world)
 
 
 def batches_of(cell, world):
@@ -40,7 +40,7 @@ def test_equals_one_process(found, name):
         pytest.skip("concerns more ranks")
     batches, b = batches_of(cell, world)
     net = network(cell)
-    wanted = ranks.twin(
+    wanted = processes.twin(
         net, batches, b, rule=cell.rule, domains=[domains(cell)] * world if cell.domains else None
     )
     if cell.reduction == "sum":  # as many times the mean as there are micro-batches
@@ -60,7 +60,7 @@ def test_equals_one_process(found, name):
 
 
 def test_faults(tmp_path):
-    for heard in ranks.run(fsdp_cells.faults, 2, tmp_path, 2):
+    for heard in processes.run(fsdp_cells.faults, 2, tmp_path, 2):
         assert "they have [3, 4]" in heard["uneven rank"]
         assert "they have [3, 4], with [6, 8] examples" in heard["uneven world"]
         assert "'fused' does not work on a sharded model" in heard["fused"]
@@ -72,5 +72,5 @@ def test_faults(tmp_path):
 
 def test_no_gradient_buffer(tmp_path):
     """A rank's micro-batch: a second backward pass, but no second gradient."""
-    for buffer, plain, clipped in ranks.run(fsdp_cells.memory, 2, tmp_path, 2):
+    for buffer, plain, clipped in processes.run(fsdp_cells.memory, 2, tmp_path, 2):
         assert clipped - plain < 0.15 * buffer

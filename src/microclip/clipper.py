@@ -113,6 +113,11 @@ class Clipper:
         return self._chooser.report
 
     @property
+    def grad_scaler(self) -> torch.amp.GradScaler | None:
+        """The loss scaler that was given."""
+        return self._chooser.scaler
+
+    @property
     def held_memory(self) -> int:
         """Bytes that are kept between steps to be used again: by single passes on a CPU only."""
         return self._chooser.held_memory

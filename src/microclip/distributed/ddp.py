@@ -30,14 +30,14 @@ class Ddp:
     def local(self) -> Iterator[None]:
         """Inside the block, gradients stay on their rank."""
         wrapper = self._wrapper
-        # with a static graph, the first backward pass would reduce in spite of no_sync()
-        static, wrapper.static_graph = wrapper.static_graph, False
+        before = wrapper.require_backward_grad_sync, wrapper.static_graph
+        wrapper.require_backward_grad_sync = False  # all that its own no_sync() does
+        wrapper.static_graph = False  # else the first backward pass would reduce nevertheless
         wrapper.require_forward_param_sync = False  # ranks without examples would not take part
         try:
-            with wrapper.no_sync():
-                yield
+            yield
         finally:
-            wrapper.static_graph = static
+            wrapper.require_backward_grad_sync, wrapper.static_graph = before
             wrapper.require_forward_param_sync = True  # whoever comes next, gets the same buffers
 
     @property

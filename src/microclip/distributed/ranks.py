@@ -36,11 +36,20 @@ class Everyone:
     starts: list[int]  # where each rank's micro-batches start
     mine: range  # which of them are this rank's
 
-    def rows(self, key: int) -> list[int]:
+    def rows(self, key: int) -> Tensor | slice:
         """Return which micro-batches belong to a domain."""
         if not self.domains:
-            return list(range(len(self.norms)))
-        return [row for row, domain in enumerate(self.domains) if domain == key]
+            return slice(None)
+        rows = [row for row, domain in enumerate(self.domains) if domain == key]
+        return torch.tensor(rows, dtype=torch.long, device=self.norms.device)
+
+    def mine_of(self, key: int) -> Tensor | slice:
+        """Return which of a domain's micro-batches are this rank's."""
+        if not self.domains:
+            return slice(self.mine.start, self.mine.stop)
+        rows = [row for row, domain in enumerate(self.domains) if domain == key]
+        places = [place for place, row in enumerate(rows) if row in self.mine]
+        return torch.tensor(places, dtype=torch.long, device=self.norms.device)
 
     @property
     def keys(self) -> list[int]:

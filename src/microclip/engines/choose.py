@@ -176,6 +176,8 @@ class Chooser:
         from microclip.engines.trial import NOT_FINITE, try_out
 
         report = try_out(self.model, self._make, loss_fn, cuts, tally.policy)
+        if report.engine != "fused" and self._kept:
+            self._kept["workspace"].clear()
         if report.reason != NOT_FINITE:  # else the next batch may tell
             self._trials[size] = report
         self._announce(report)

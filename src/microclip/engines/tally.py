@@ -110,8 +110,7 @@ class Tally:
         if everyone is None:
             return self._verdict(domain)
         verdict = self._verdict(key(domain))
-        places = [i for i, row in enumerate(everyone.rows(key(domain))) if row in everyone.mine]
-        chosen = torch.tensor(places, device=verdict.weights.device, dtype=torch.long)
+        chosen = everyone.mine_of(key(domain))
         return Verdict(verdict.weights[chosen], verdict.bound, verdict.skipped[chosen])
 
     def _verdict(self, name: Hashable) -> Verdict:
@@ -125,8 +124,7 @@ class Tally:
     def _evidence(self, name: Any) -> tuple[Tensor, Tensor]:
         if self._everyone is None:
             return self.norms(name), self.sizes(name)
-        device = self._everyone.norms.device
-        rows = torch.tensor(self._everyone.rows(name), device=device, dtype=torch.long)
+        rows = self._everyone.rows(name)
         return self._everyone.norms[rows], self._everyone.sizes[rows]
 
     def _names(self) -> Sequence[Hashable]:

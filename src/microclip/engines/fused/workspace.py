@@ -52,6 +52,10 @@ class Workspace:
                 self._free.append(block)
         self._lent = []
 
+    def clear(self) -> None:
+        """Let all of it go."""
+        self._free, self._lent = [], []
+
     def _block(self, nbytes: int) -> Tensor:
         """Return the smallest free block that fits and does not waste more than half of itself."""
         fitting = [i for i, b in enumerate(self._free) if nbytes <= b.nbytes <= 2 * nbytes + 64]

@@ -1,6 +1,6 @@
 """What clipping costs on several ranks, next to plain data-parallel steps in the same run.
 
-    python benchmarks/ranks_cost.py            two ranks on this machine, gloo
+    python benchmarks/ranks.py            two ranks on this machine, gloo
 
 Every rank takes the steps of a round in the same order; times are those of rank 0, as ratios within
 a round, median with quartiles. Memory is the peak of rank 0's live tensors beside the plain step's,

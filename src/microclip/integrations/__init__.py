@@ -1,0 +1,1 @@
+"""microclip in the stacks that people train with; each module needs its extra installed."""

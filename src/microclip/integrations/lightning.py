@@ -1,0 +1,99 @@
+"""Micro-batch clipping as a callback of Lightning's Trainer.
+
+    trainer = Trainer(callbacks=[MicrobatchClip()], accumulate_grad_batches=8)
+
+Every batch that the loader gives is a micro-batch, and `accumulate_grad_batches` of them make a
+step. `gradient_clip_val` then acts on the clipped gradient. With Fabric, or manual optimization,
+use `microclip.Clipper` itself.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+
+from microclip.clipper import Clipper
+from microclip.distributed.ddp import Ddp
+from microclip.integrations.metrics import metrics
+from microclip.microbatches import count_examples
+from microclip.rules import Nonfinite, Rule
+
+try:
+    import lightning.pytorch as pl
+    from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+except ImportError as error:
+    raise ImportError(
+        "microclip.integrations.lightning needs lightning: pip install 'microclip[lightning]'"
+    ) from error
+
+
+class MicrobatchClip(pl.Callback):
+    """Folds every batch's gradient, and clips when a window of accumulation ends.
+
+    Args:
+        rule: How norms become weights, of those that stream; the default is `rules.MinNorm()`.
+        nonfinite: As in `Clipper`.
+        log: Whether to log the figures of a step.
+    """
+
+    def __init__(
+        self, rule: Rule | None = None, nonfinite: Nonfinite = "propagate", log: bool = True
+    ) -> None:
+        self._options: dict[str, Any] = {"rule": rule, "nonfinite": nonfinite}
+        self._log = log
+        self._state: dict[str, Any] | None = None
+        self._size = 1
+        self._local = ExitStack()  # what keeps gradients on their rank during a batch
+        self.clipper: Clipper | None = None
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Take hold of the model, if it can be clipped from here."""
+        if not pl_module.automatic_optimization:
+            raise NotImplementedError(
+                "With manual optimization a callback does not see when a step ends. Call "
+                "microclip.Clipper(self, microbatch_size).backward(...) in training_step instead."
+            )
+        if not isinstance(trainer.strategy, DDPStrategy | SingleDeviceStrategy):
+            raise NotImplementedError(
+                f"{type(trainer.strategy).__name__} reduces gradients before a callback sees them. "
+                "Use DDP, or microclip.Clipper with manual optimization."
+            )
+        model = trainer.strategy.model
+        assert model is not None
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        self.clipper = Clipper(model, engine="stream", grad_scaler=scaler, **self._options)
+        self._ddp = Ddp.find(model)
+        if self._state is not None:
+            self.clipper.load_state_dict(self._state)
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Count the examples; under DDP, keep the gradient on its rank."""
+        self._size = count_examples(batch)
+        if self._ddp is not None:
+            self._local.enter_context(self._ddp.local())
+
+    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Fold; with the last batch of a window clip, before precision plugins unscale."""
+        assert self.clipper is not None
+        self.clipper.fold(size=self._size)
+        ends = (trainer.fit_loop.epoch_loop.batch_idx + 1) % trainer.accumulate_grad_batches == 0
+        if ends or trainer.is_last_batch:
+            outcome = self.clipper.finish()
+            if self._log:
+                pl_module.log_dict(metrics(outcome))
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        """Let the wrapper do as it likes again."""
+        self._local.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint holds; in the middle of a window, what its start was."""
+        if self.clipper is None:
+            return self._state or {}
+        return {"step": self.clipper.step, "rule": self.clipper.policy.rule.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take back what `state_dict` gave."""
+        self._state = state or None

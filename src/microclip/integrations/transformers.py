@@ -1,0 +1,198 @@
+"""Micro-batch clipping in the Trainer of transformers.
+
+    from microclip.integrations.transformers import ClippedTrainer
+
+    trainer = ClippedTrainer(model, args, train_dataset=data, microbatch_size=4)
+
+`microbatch_size` is independent of `per_device_train_batch_size` and of
+`gradient_accumulation_steps`: a micro-batch may be a part of what the model sees at once, or
+several of those. `max_grad_norm` then acts on the clipped gradient of the whole mini-batch.
+
+For a Trainer of your own: `class MyClippedTrainer(ClippedTrainerMixin, MyTrainer)`.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from microclip.clipper import Clipper
+from microclip.engines.choose import EngineName, Scope
+from microclip.engines.losses import backward
+from microclip.integrations.metrics import metrics
+from microclip.microbatches import check_size, count_examples
+from microclip.rules import Nonfinite, Rule
+
+try:
+    from accelerate.utils import DistributedType
+    from transformers import Seq2SeqTrainer, Trainer
+except ImportError as error:
+    raise ImportError(
+        "microclip.integrations.transformers needs transformers and accelerate: "
+        "pip install 'microclip[hf]'"
+    ) from error
+
+STATE = "microclip.pt"  # beside the optimizer's, in a checkpoint
+
+
+class ClippedTrainerMixin:
+    """Put it before a Trainer: it replaces the backward pass, and nothing else.
+
+    Args:
+        microbatch_size: b, the examples clipped together on one rank; None: all that a rank sees at
+            once (`per_device_train_batch_size`).
+        rule: How norms become weights; the default is `rules.MinNorm()`.
+        engine: As in `Clipper`.
+        nonfinite: As in `Clipper`.
+        scope: As in `Clipper`, for FSDP2.
+        domain_column: A column of the data set with the examples' domains.
+        id_column: A column of the data set with the examples' names.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        microbatch_size: int | None = None,
+        rule: Rule | None = None,
+        engine: EngineName = "auto",
+        nonfinite: Nonfinite = "propagate",
+        scope: Scope = "rank",
+        domain_column: str | None = None,
+        id_column: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self._size = check_size(microbatch_size)
+        self._options: dict[str, Any] = {"rule": rule, "engine": engine, "nonfinite": nonfinite}
+        self._options["scope"] = scope
+        self._columns = {"domains": domain_column, "ids": id_column}
+        self.clipper: Clipper | None = None  # made with the first batch, for the wrapped model
+        self._state: dict[str, Any] | None = None
+        self._waiting = 0  # examples of a micro-batch that is not complete
+        super().__init__(*args, **kwargs)
+        trainer: Any = self
+        if trainer.accelerator.distributed_type == DistributedType.DEEPSPEED:
+            raise NotImplementedError(
+                "DeepSpeed reduces gradients before they can be clipped. Use DDP or FSDP2."
+            )
+        if trainer.args.n_gpu > 1:
+            raise NotImplementedError(
+                "nn.DataParallel mixes the gradients of its GPUs. Start with torchrun, which gives "
+                "each GPU a process of its own."
+            )
+
+    def training_step(
+        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None
+    ) -> Tensor:
+        """Differentiate one batch; with the last of a step, clip.
+
+        `num_items_in_batch` would make the norm of a gradient follow the number of tokens; every
+        micro-batch has the mean loss of its own.
+        """
+        trainer: Any = self
+        model.train()
+        if hasattr(trainer.optimizer, "train") and callable(trainer.optimizer.train):
+            trainer.optimizer.train()
+        inputs = dict(trainer._prepare_inputs(inputs))
+        columns = {name: column for name, column in self._columns.items() if column}
+        labels = {name: inputs.pop(column, None) for name, column in columns.items()}
+        clipper = self._clipper_of(model)
+        size = count_examples(inputs)
+        losses: list[Tensor] = []
+
+        def loss_fn(batch: Any) -> Tensor:
+            with trainer.compute_loss_context_manager():
+                loss: Tensor = trainer.compute_loss(model, batch, num_items_in_batch=None)
+            losses.append(loss.detach().mean() * count_examples(batch) / size)
+            return loss
+
+        last = trainer.accelerator.sync_gradients
+        if self._size is not None and self._size > size:
+            self._add_part(model, clipper, loss_fn, inputs, size, last)
+            loss = torch.stack(losses).sum()
+        elif last and trainer.current_gradient_accumulation_steps == 1:
+            outcome = clipper.backward(loss_fn, inputs, **labels)
+            loss = losses[0].new_zeros(()) if outcome.loss is None else outcome.loss
+        else:
+            clipper.fold(loss_fn, inputs, **labels)
+            loss = torch.stack(losses).sum()
+            if last:
+                clipper.finish()
+        return loss.detach().to(trainer.args.device) / trainer.current_gradient_accumulation_steps
+
+    def _add_part(
+        self,
+        model: nn.Module,
+        clipper: Clipper,
+        loss_fn: Any,
+        inputs: Any,
+        size: int,
+        last: bool,
+    ) -> None:
+        """Let a micro-batch grow over several batches; what is left at the end is a smaller one."""
+        assert self._size is not None
+        if self._columns["domains"]:
+            raise ValueError(
+                f"With domains, a micro-batch must be part of a batch, but microbatch_size "
+                f"{self._size} is larger than the {size} examples that the model sees at once."
+            )
+        local: AbstractContextManager[Any] = nullcontext()
+        if isinstance(model, DistributedDataParallel):
+            local = model.no_sync()
+        with local:
+            backward(loss_fn(inputs) * size, clipper.grad_scaler)
+            self._waiting += size
+            if self._waiting < self._size and not last:
+                return
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.div_(self._waiting)
+            clipper.fold(size=self._waiting)
+            self._waiting = 0
+        if last:
+            clipper.finish()
+
+    def _clipper_of(self, model: nn.Module) -> Clipper:
+        if self.clipper is None or self.clipper.model is not model:
+            trainer: Any = self
+            scaler = trainer.accelerator.scaler
+            self.clipper = Clipper(model, self._size, grad_scaler=scaler, **self._options)
+            if self._state is not None:
+                self.clipper.load_state_dict(self._state)
+        return self.clipper
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Add what clipping did to what is logged of training."""
+        if "loss" in logs and self.clipper is not None and self.clipper.outcome is not None:
+            logs = {**logs, **metrics(self.clipper.outcome)}
+        super().log(logs, *args, **kwargs)  # type: ignore[misc]
+
+    def _set_signature_columns_if_needed(self) -> None:
+        super()._set_signature_columns_if_needed()  # type: ignore[misc]
+        trainer: Any = self
+        for column in self._columns.values():
+            if column is not None and column not in trainer._signature_columns:
+                trainer._signature_columns.append(column)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
+        trainer: Any = self
+        if trainer.args.should_save and self.clipper is not None:
+            torch.save(self.clipper.state_dict(), Path(output_dir) / STATE)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+        if checkpoint is not None and (Path(checkpoint) / STATE).exists():
+            self._state = torch.load(Path(checkpoint) / STATE)
+
+
+class ClippedTrainer(ClippedTrainerMixin, Trainer):
+    """The Trainer, with clipping."""
+
+
+class ClippedSeq2SeqTrainer(ClippedTrainerMixin, Seq2SeqTrainer):
+    """The Seq2SeqTrainer, with clipping."""

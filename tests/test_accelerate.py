@@ -1,0 +1,111 @@
+"""Accelerate, the real one: windows of gradient accumulation, clipped as the twin does it."""
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from microclip.integrations.accelerate import AcceleratedClipper
+from microclip.microbatches import cut
+
+import properties
+import reference
+
+COUNT = 22
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+
+
+def start(steps=1, size=8, precision="no", b=2, **options):
+    """Return all that a loop needs, prepared."""
+    torch.manual_seed(0)
+    accelerator = Accelerator(
+        cpu=True, gradient_accumulation_steps=steps, mixed_precision=precision
+    )
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = TensorDataset(torch.randn(COUNT, 4), torch.randint(0, 3, (COUNT,)))
+    model, optimizer, loader = accelerator.prepare(
+        model, optimizer, DataLoader(data, batch_size=size)
+    )
+    clipper = AcceleratedClipper(accelerator, model, b, **options)
+    return accelerator, model, optimizer, loader, clipper, data.tensors
+
+
+def losses(model):
+    return lambda batch: F.cross_entropy(model(batch[0]), batch[1])
+
+
+def twin(model, data, parts, b):
+    pieces = [p for rows in parts for p in cut((data[0][rows], data[1][rows]), b)]
+    gradients = reference.microbatch_gradients(
+        losses(model), list(model.parameters()), [p.batch for p in pieces]
+    )
+    sizes = [p.size for p in pieces]
+    return reference.clipped_gradient(gradients, sizes, reference.WEIGH["MinNorm()"])[0]
+
+
+@pytest.mark.parametrize(
+    ("size", "steps", "b", "precision"),
+    [(8, 1, 2, "no"), (4, 2, 2, "no"), (4, 2, None, "no"), (4, 2, 3, "no"), (4, 2, 2, "bf16")],
+)
+def test_windows_equal_the_twin(size, steps, b, precision):
+    accelerator, model, optimizer, loader, clipper, data = start(steps, size, precision, b)
+    parts = [list(range(i, min(i + size, COUNT))) for i in range(0, COUNT, size)]
+    windows = [parts[i : i + steps] for i in range(0, len(parts), steps)]
+    found = []
+    for batch in loader:
+        with accelerator.accumulate(model):
+            clipper.backward(losses(model), batch)
+            if accelerator.sync_gradients:
+                found.append([p.grad.clone() for p in model.parameters()])
+                wanted = twin(model, data, windows[len(found) - 1], b)
+                properties.assert_close(found[-1], wanted, 0.05 if precision == "bf16" else 1e-5)
+            else:
+                assert all(p.grad is None for p in model.parameters())
+            optimizer.zero_grad()
+    assert len(found) == len(windows) == 3
+    assert clipper.metrics()["microclip/bound"] > 0
+
+
+def test_checkpoints_hold_the_clipper(tmp_path):
+    accelerator, model, optimizer, loader, clipper, _ = start(2, 4)
+    for batch in loader:
+        with accelerator.accumulate(model):
+            clipper.backward(losses(model), batch)
+            optimizer.step()
+            optimizer.zero_grad()
+    accelerator.save_state(tmp_path)
+    assert clipper.clipper.step == 3
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+    accelerator, _, _, _, again, _ = start(2, 4)
+    accelerator.load_state(tmp_path)
+    assert again.clipper.step == 3
+
+
+def test_one_microbatch_is_plain_training():
+    weights = []
+    for clipped in (False, True):
+        AcceleratorState._reset_state(True)
+        GradientState._reset_state()
+        accelerator, model, optimizer, loader, clipper, _ = start(1, 8, b=None)
+        for batch in loader:
+            with accelerator.accumulate(model):
+                if clipped:
+                    clipper.backward(losses(model), batch)
+                else:
+                    accelerator.backward(losses(model)(batch))
+                accelerator.clip_grad_norm_(model.parameters(), 0.1)
+                optimizer.step()
+                optimizer.zero_grad()
+        weights.append([p.detach().clone() for p in model.parameters()])
+    for one, other in zip(*weights, strict=True):
+        assert torch.equal(one, other)
