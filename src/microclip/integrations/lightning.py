@@ -12,6 +12,9 @@ from __future__ import annotations
 from contextlib import ExitStack
 from typing import Any
 
+import torch
+
+from microclip import multitensor
 from microclip.clipper import Clipper
 from microclip.distributed.ddp import Ddp
 from microclip.integrations.metrics import metrics
@@ -77,6 +80,9 @@ class MicrobatchClip(pl.Callback):
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Fold; with the last batch of a window clip, before precision plugins unscale."""
         assert self.clipper is not None
+        gradients = [p.grad for p in self.clipper.model.parameters() if p.grad is not None]
+        # Lightning has divided the loss by the length of a full window, also in a shorter one
+        multitensor.multiply_(gradients, torch.tensor(float(trainer.accumulate_grad_batches)))
         self.clipper.fold(size=self._size)
         ends = (trainer.fit_loop.epoch_loop.batch_idx + 1) % trainer.accumulate_grad_batches == 0
         if ends or trainer.is_last_batch:

@@ -73,6 +73,7 @@ class ClippedTrainerMixin:
         self.clipper: Clipper | None = None  # made with the first batch, for the wrapped model
         self._state: dict[str, Any] | None = None
         self._waiting = 0  # examples of a micro-batch that is not complete
+        self._items_waiting: Tensor | float = 0.0
         super().__init__(*args, **kwargs)
         trainer: Any = self
         if trainer.accelerator.distributed_type == DistributedType.DEEPSPEED:
@@ -122,7 +123,8 @@ class ClippedTrainerMixin:
             loss = torch.stack(losses).sum()
             if last:
                 clipper.finish()
-        return loss.detach().to(trainer.args.device) / trainer.current_gradient_accumulation_steps
+        loss = loss.detach().to(trainer.args.device)
+        return loss / int(trainer.current_gradient_accumulation_steps)
 
     def _add_part(
         self,
@@ -144,17 +146,30 @@ class ClippedTrainerMixin:
         if isinstance(model, DistributedDataParallel):
             local = model.no_sync()
         with local:
-            backward(loss_fn(inputs) * size, clipper.grad_scaler)
+            items = self._items(inputs, size)
+            backward(loss_fn(inputs) * items, clipper.grad_scaler)
             self._waiting += size
+            self._items_waiting += items
             if self._waiting < self._size and not last:
                 return
             for parameter in model.parameters():
                 if parameter.grad is not None:
-                    parameter.grad.div_(self._waiting)
+                    parameter.grad.div_(self._items_waiting)
             clipper.fold(size=self._waiting)
-            self._waiting = 0
+            self._waiting, self._items_waiting = 0, 0.0
         if last:
             clipper.finish()
+
+    def _items(self, inputs: Any, size: int) -> Tensor | float:
+        """Return what the model's mean loss is the mean over: labels that count, or examples."""
+        trainer: Any = self
+        labels = inputs.get("labels")
+        if labels is None or labels.dim() < 2 or "CTC" in type(trainer.model).__name__:
+            return float(size)
+        if getattr(trainer, "_loss_shifts_labels", False):
+            labels = labels[..., 1:]
+        counted: Tensor = (labels != -100).sum()
+        return counted.to(torch.float32)
 
     def _clipper_of(self, model: nn.Module) -> Clipper:
         if self.clipper is None or self.clipper.model is not model:

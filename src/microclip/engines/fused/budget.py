@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from microclip.microbatches import Cuts, tensors_of
 
-PASSING = 1.4  # what comes and goes within a pass is not counted, only guessed
+PASSING = 1.5  # what comes and goes within a pass is not counted, only guessed
 PROBE = 8  # a batch whose needs are unknown starts with an eighth of it, under a tight budget
 
 
