@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
 from microclip import Clipper
@@ -32,8 +33,16 @@ def main() -> None:
     parser.add_argument("--timeout", type=float, default=20)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=options.timeout))
-    rank, world = dist.get_rank(), dist.get_world_size()
+    restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    store, rank, world = next(rendezvous("env://"))
+    dist.init_process_group(
+        "gloo",
+        # torchrun keeps its store over restarts, with the addresses of ranks that are gone
+        store=dist.PrefixStore(f"start {restarts}", store),
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=options.timeout),
+    )
 
     net = processes.Net(torch.float32)
     model = DistributedDataParallel(net)
@@ -46,8 +55,7 @@ def main() -> None:
         optimizer.load_state_dict(state["optimizer"])
         clipper.load_state_dict(state["clipper"])
         print(f"rank {rank} goes on at step {clipper.step}", flush=True)
-    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
-    dies = options.die is not None and rank == world - 1 and not (options.once and restarted)
+    dies = options.die is not None and rank == world - 1 and not (options.once and restarts)
 
     for step in range(clipper.step, options.steps):
         batch = processes.batch(rank + world * step, 8, torch.float32)
