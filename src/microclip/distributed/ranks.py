@@ -181,7 +181,7 @@ class Ranks:
 
     def copy_from_first(self, tensors: list[Tensor]) -> None:
         """Give every rank what the first one has."""
-        for dtype in {tensor.dtype for tensor in tensors}:
+        for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):  # in one order everywhere
             here = [tensor for tensor in tensors if tensor.dtype == dtype]
             flat = torch.cat([tensor.reshape(-1) for tensor in here])
             dist.broadcast(flat, group=self.group, group_src=0)
