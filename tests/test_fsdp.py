@@ -71,6 +71,6 @@ def test_faults(tmp_path):
 
 
 def test_no_gradient_buffer(tmp_path):
-    """A rank's micro-batch: a second backward pass, but not even a shard (half) of a gradient."""
+    """A second backward pass, but no second gradient: only what FSDP has in flight, a few layers."""
     for buffer, plain, clipped in processes.run(fsdp_cells.memory, 2, tmp_path, 2):
-        assert clipped - plain < 0.3 * buffer
+        assert clipped - plain < 0.75 * buffer
