@@ -71,6 +71,6 @@ def test_faults(tmp_path):
 
 
 def test_no_gradient_buffer(tmp_path):
-    """A second backward pass, but no second gradient: only what FSDP has in flight, a few layers."""
+    """A second backward pass, but no second gradient: only what FSDP has in flight."""
     for buffer, plain, clipped in processes.run(fsdp_cells.memory, 2, tmp_path, 2):
         assert clipped - plain < 0.75 * buffer
