@@ -278,8 +278,7 @@ class Clipper:
             )
         b = self.policy.microbatch_size
         if self._ddp is not None:
-            if self._tally is None:
-                self._ddp.align_buffers()
+            self._current()
             if is_empty(batch):
                 return
         tally = self._current()
@@ -304,7 +303,7 @@ class Clipper:
             # a rare branch of the model, or a batch too large, must not end a training run
             if self._engine.name != "fused" or not self._chooser.gives_up_single_pass(error):
                 raise
-            self._tally = None
+            self._tally = Tally(self.policy, self.step, self._ranks)
             self._engine = self._chooser.for_batch(self._current(), loss_fn, microbatches)
             self._engine.fold(loss_fn, microbatches, final=True)
 
@@ -348,6 +347,10 @@ class Clipper:
 
     def _current(self) -> Tally:
         if self._tally is None:
+            if (
+                self._ddp is not None
+            ):  # once per step, by every rank, whether it has examples or not
+                self._ddp.align_buffers()
             self._tally = Tally(self.policy, self.step, self._ranks)
         return self._tally
 

@@ -81,7 +81,8 @@ class Ranks:
         rows[0] = norms
         rows[1] = torch.tensor(sizes, device=self.device)
         rows[2] = torch.tensor([key(domain) for domain in domains], device=self.device)
-        if not multitensor.on_host(rows) and not any(domains) and len(sizes) <= self._capacity:
+        labelled = any(domain is not None for domain in domains)  # a label may be 0
+        if not multitensor.on_host(rows) and not labelled and len(sizes) <= self._capacity:
             return self._exchange_unread(step, rows)
         while True:
             heard = self._gather(step, rows)
@@ -130,7 +131,7 @@ class Ranks:
         heard = message.new_empty(self.count, len(message))
         with self._answered(step):
             dist.all_gather(list(heard.unbind()), message, group=self.group)
-        if multitensor.on_host(heard) and not bool((heard == message).all()):
+        if not bool((heard == message).all()):
             raise OutOfStepError(
                 f"Step {step}: all ranks of a sharded model must have as many micro-batches"
                 + (" of the same sizes" if sizes else "")

@@ -112,7 +112,9 @@ class ClippedTrainerMixin:
             return loss
 
         last = trainer.accelerator.sync_gradients
-        if self._size is not None and self._size > size:
+        # not by the size of this batch: the last one of an epoch is only shorter
+        at_once = trainer._train_batch_size or trainer.args.train_batch_size
+        if self._size is not None and self._size > at_once:
             self._add_part(model, clipper, loss_fn, inputs, size, last)
             loss = torch.stack(losses).sum()
         elif last and trainer.current_gradient_accumulation_steps == 1:
