@@ -234,14 +234,14 @@ class Clipper:
             tally.leave_out()
             gradients: Gradients = {}
         else:
-            with self._local():
+            with self.local():
                 gradients = engine.finish()
         if self._ddp is None:
             return gradients
         return self._ddp.ranks.sum(tally.step, gradients, parameters)
 
-    def _local(self) -> AbstractContextManager[None]:
-        """Keep gradients on this rank until they are clipped."""
+    def local(self) -> AbstractContextManager[None]:
+        """Inside the block gradients stay on this rank: for `fold()` after your own backward."""
         return nullcontext() if self._ddp is None else self._ddp.local()
 
     def discard(self) -> None:
@@ -285,7 +285,7 @@ class Clipper:
         microbatches = cut(batch, b, domains=domains, ids=ids, first_position=tally.examples)
         self._note_sizes(sum(microbatch.size for microbatch in microbatches), final)
         try:
-            with self._local():
+            with self.local():
                 if final:
                     self._fold_whole(loss_fn, microbatches)
                     return

@@ -13,19 +13,19 @@ For a Trainer of your own: `class MyClippedTrainer(ClippedTrainerMixin, MyTraine
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from microclip.clipper import Clipper
 from microclip.engines.choose import EngineName, Scope
-from microclip.engines.losses import backward
+from microclip.engines.losses import LossFn, backward
+from microclip.integrations.example_losses import ExampleLosses
 from microclip.integrations.metrics import metrics
 from microclip.microbatches import check_size, count_examples
+from microclip.outcome import Outcome
 from microclip.rules import Nonfinite, Rule
 
 try:
@@ -72,8 +72,11 @@ class ClippedTrainerMixin:
         self._columns = {"domains": domain_column, "ids": id_column}
         self.clipper: Clipper | None = None  # made with the first batch, for the wrapped model
         self._state: dict[str, Any] | None = None
+        # how the losses of single examples are had; None: not asked yet
+        self._each: ExampleLosses | Literal["unknown"] | None = None
         self._waiting = 0  # examples of a micro-batch that is not complete
         self._items_waiting: Tensor | float = 0.0
+        self._loss_waiting: Tensor | float = 0.0
         super().__init__(*args, **kwargs)
         trainer: Any = self
         if trainer.accelerator.distributed_type == DistributedType.DEEPSPEED:
@@ -102,65 +105,76 @@ class ClippedTrainerMixin:
         columns = {name: column for name, column in self._columns.items() if column}
         labels = {name: inputs.pop(column, None) for name, column in columns.items()}
         clipper = self._clipper_of(model)
-        size = count_examples(inputs)
-        losses: list[Tensor] = []
+        # not by the size of this batch: the last one of an epoch is only shorter
+        at_once = trainer._train_batch_size or trainer.args.train_batch_size
+        last = trainer.accelerator.sync_gradients
+        if self._size is not None and self._size > at_once:
+            self._add_part(model, clipper, inputs)
+            if last:
+                self._fold_parts(clipper)
+        else:
+            loss_fn = self._loss_fn(model, inputs, labels.get("domains"), at_once)
+            if last and trainer.current_gradient_accumulation_steps == 1:
+                return self._logged(clipper.backward(loss_fn, inputs, **labels))
+            clipper.fold(loss_fn, inputs, **labels)
+        return self._logged(clipper.finish() if last else None)
+
+    def _logged(self, outcome: Outcome | None) -> Tensor:
+        """Return what counts as a batch's loss: with the last batch of a step, all of it."""
+        trainer: Any = self
+        if outcome is None or outcome.loss is None:
+            return torch.zeros((), device=trainer.args.device)
+        return outcome.loss.to(trainer.args.device)
+
+    def _loss_fn(
+        self, model: nn.Module, inputs: dict[str, Any], domains: Any, at_once: int
+    ) -> LossFn:
+        """Return what gives a micro-batch's loss, or its examples' if they can be had."""
+        trainer: Any = self
+        each = self._losses_of_examples(model, inputs, at_once)
+        if each is not None:
+            each.share(inputs, self._size, domains)
 
         def loss_fn(batch: Any) -> Tensor:
             with trainer.compute_loss_context_manager():
+                if each is not None:
+                    return each(model, batch)
                 loss: Tensor = trainer.compute_loss(model, batch, num_items_in_batch=None)
-            losses.append(loss.detach().mean() * count_examples(batch) / size)
-            return loss
+                return loss
 
-        last = trainer.accelerator.sync_gradients
-        # not by the size of this batch: the last one of an epoch is only shorter
-        at_once = trainer._train_batch_size or trainer.args.train_batch_size
-        if self._size is not None and self._size > at_once:
-            self._add_part(model, clipper, loss_fn, inputs, size, last)
-            loss = torch.stack(losses).sum()
-        elif last and trainer.current_gradient_accumulation_steps == 1:
-            outcome = clipper.backward(loss_fn, inputs, **labels)
-            loss = losses[0].new_zeros(()) if outcome.loss is None else outcome.loss
-        else:
-            clipper.fold(loss_fn, inputs, **labels)
-            loss = torch.stack(losses).sum()
-            if last:
-                clipper.finish()
-        loss = loss.detach().to(trainer.args.device)
-        return loss / int(trainer.current_gradient_accumulation_steps)
+        return loss_fn
 
-    def _add_part(
-        self,
-        model: nn.Module,
-        clipper: Clipper,
-        loss_fn: Any,
-        inputs: Any,
-        size: int,
-        last: bool,
-    ) -> None:
-        """Let a micro-batch grow over several batches; what is left at the end is a smaller one."""
-        assert self._size is not None
+    def _add_part(self, model: nn.Module, clipper: Clipper, inputs: dict[str, Any]) -> None:
+        """Let a micro-batch grow over several batches."""
+        trainer: Any = self
+        size = count_examples(inputs)
         if self._columns["domains"]:
             raise ValueError(
                 f"With domains, a micro-batch must be part of a batch, but microbatch_size "
                 f"{self._size} is larger than the {size} examples that the model sees at once."
             )
-        local: AbstractContextManager[Any] = nullcontext()
-        if isinstance(model, DistributedDataParallel):
-            local = model.no_sync()
-        with local:
+        with clipper.local():
             items = self._items(inputs, size)
-            backward(loss_fn(inputs) * items, clipper.grad_scaler)
+            with trainer.compute_loss_context_manager():
+                loss = trainer.compute_loss(model, inputs, num_items_in_batch=None)
+            backward(loss * items, clipper.grad_scaler)
             self._waiting += size
             self._items_waiting += items
-            if self._waiting < self._size and not last:
-                return
-            for parameter in model.parameters():
-                if parameter.grad is not None:
-                    parameter.grad.div_(self._items_waiting)
-            clipper.fold(size=self._waiting)
-            self._waiting, self._items_waiting = 0, 0.0
-        if last:
-            clipper.finish()
+            self._loss_waiting += loss.detach() * items
+        if self._waiting >= (self._size or 0):
+            self._fold_parts(clipper)
+
+    def _fold_parts(self, clipper: Clipper) -> None:
+        """Fold what has grown; at the end of a step that may be a smaller micro-batch."""
+        if not self._waiting:
+            return
+        for parameter in clipper.model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.div_(self._items_waiting)
+        loss = torch.as_tensor(self._loss_waiting / self._items_waiting)
+        with clipper.local():
+            clipper.fold(size=self._waiting, loss=loss)
+        self._waiting, self._items_waiting, self._loss_waiting = 0, 0.0, 0.0
 
     def _items(self, inputs: Any, size: int) -> Tensor | float:
         """Return what the model's mean loss is the mean over: labels that count, or examples."""
@@ -172,6 +186,26 @@ class ClippedTrainerMixin:
             labels = labels[..., 1:]
         counted: Tensor = (labels != -100).sum()
         return counted.to(torch.float32)
+
+    def _losses_of_examples(
+        self, model: nn.Module, inputs: dict[str, Any], at_once: int
+    ) -> ExampleLosses | None:
+        """Return how the examples' losses are had, if they are of use and follow from the model."""
+        trainer: Any = self
+        if self._size is None or self._size >= at_once or self._each == "unknown":
+            return None
+        inner = trainer.accelerator.unwrap_model(model)
+        if self._each is None:
+            overridden = type(self).compute_loss is not Trainer.compute_loss  # type: ignore[attr-defined]
+            found = None if overridden else ExampleLosses.find(trainer, inner, inputs)
+            self._each = found or "unknown"
+        if not isinstance(self._each, ExampleLosses):
+            return None
+        with trainer.compute_loss_context_manager():
+            if not self._each.agree(inner, inputs):
+                self._each = "unknown"
+                return None
+        return self._each
 
     def _clipper_of(self, model: nn.Module) -> Clipper:
         if self.clipper is None or self.clipper.model is not model:
