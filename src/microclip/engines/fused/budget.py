@@ -70,7 +70,7 @@ class Budget:
         if self._given is not None:
             return self._given
         if device not in self._limits:
-            self._limits[device] = _free(device)
+            self._limits[device] = free_memory(device)
         return self._limits[device]
 
 
@@ -114,7 +114,7 @@ def _examples(cuts: Cuts) -> int:
     return sum(microbatch.size for microbatch in cuts)
 
 
-def _free(device: torch.device) -> float:
+def free_memory(device: torch.device) -> float:
     """Return what a step may take of a device by default; no limit where it cannot be asked."""
     if device.type == "cpu":
         if "SC_AVPHYS_PAGES" not in os.sysconf_names:

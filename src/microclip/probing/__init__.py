@@ -1,0 +1,1 @@
+"""Which micro-batch size, and why: looking at the per-example gradients of one moment."""
