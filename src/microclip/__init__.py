@@ -1,8 +1,26 @@
 """Adaptive micro-batch clipping for PyTorch: train better on data that is not clean."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from microclip import rules
 from microclip.clipper import Clipper
 from microclip.outcome import Outcome
 
+if TYPE_CHECKING:
+    from microclip import ledger
+    from microclip.ledger import Ledger
+
 __version__ = "0.1.0.dev0"
-__all__ = ["Clipper", "Outcome", "rules"]
+__all__ = ["Clipper", "Ledger", "Outcome", "ledger", "rules"]
+
+# What needs an extra is imported when it is asked for: a module, and perhaps a name in it.
+_LATER = {"Ledger": ("microclip.ledger", "Ledger"), "ledger": ("microclip.ledger", None)}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module 'microclip' has no attribute {name!r}")
+    module, inner = _LATER[name]
+    found = import_module(module)
+    return found if inner is None else getattr(found, inner)

@@ -23,6 +23,7 @@ from microclip.rules import NONFINITE, MinNorm, Nonfinite, Rule
 
 if TYPE_CHECKING:
     from microclip.engines.trial import EngineReport
+    from microclip.ledger import Ledger
 
 
 class Clipper:
@@ -58,6 +59,7 @@ class Clipper:
             free. Rules that do not stream keep a part of every chunk.
         scope: For models sharded with `fully_shard`: "rank" makes micro-batches of one rank's
             examples, "world" of what all ranks process at the same time.
+        ledger: A `microclip.Ledger`, which then records every finished step.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class Clipper:
         grad_scaler: torch.amp.GradScaler | None = None,
         memory_budget: int | None = None,
         scope: Scope = "rank",
+        ledger: Ledger | None = None,
     ) -> None:
         rule = MinNorm() if rule is None else rule
         if not isinstance(model, nn.Module):
@@ -88,6 +91,11 @@ class Clipper:
         _one_of("reduction", reduction, REDUCTIONS)
         _one_of("nonfinite", nonfinite, NONFINITE)
         _one_of("scope", scope, SCOPES)
+        if ledger is not None and not hasattr(ledger, "record"):
+            raise TypeError(
+                f"ledger must be a microclip.Ledger, but got {ledger!r}. "
+                "Say ledger=microclip.Ledger(path)."
+            )
         check(engine, rule)
         trainable(model)
         self.model = model
@@ -96,6 +104,7 @@ class Clipper:
         self._ranks = self._ddp.ranks if self._ddp else self._chooser.ranks
         self.policy = Policy(rule, check_size(microbatch_size), reduction, nonfinite)
         self.step = 0
+        self.ledger = ledger
         self.outcome: Outcome | None = None  # of the last finished step
         self._tally: Tally | None = None
         self._engine: Engine | None = None
@@ -223,6 +232,8 @@ class Clipper:
                 RuntimeWarning,
                 stacklevel=3,
             )
+        if self.ledger is not None:
+            self.ledger.record(self.outcome)
         return self.outcome
 
     def _result(
@@ -250,12 +261,17 @@ class Clipper:
         self._notes = []
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint must hold: the step count and the state of the rule."""
+        """Return what a checkpoint must hold: the step count and the state of the rule.
+
+        What a ledger has recorded until here is written to disk.
+        """
         if self._engine is not None:
             raise RuntimeError(
                 "A checkpoint cannot hold half a step: call finish() or discard() before "
                 "state_dict()."
             )
+        if self.ledger is not None:
+            self.ledger.flush()
         return {"step": self.step, "rule": self.policy.rule.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

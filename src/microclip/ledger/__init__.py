@@ -1,0 +1,10 @@
+"""The ledger: what clipping did to every micro-batch, in a folder of Parquet files.
+
+`Ledger` writes it while a model trains, `open_ledger` reads it, also while it is being written.
+Knows outcomes and files; who drags, and what it looks like, is found out elsewhere.
+"""
+
+from microclip.ledger.read import Record, open_ledger
+from microclip.ledger.write import Ledger
+
+__all__ = ["Ledger", "Record", "open_ledger"]

@@ -1,0 +1,226 @@
+"""Reading a ledger, batch by batch, so that one of any length fits into memory.
+
+Knows files and columns. What is read is what was there when the ledger was opened; a run that goes
+on writing does not disturb.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.dataset as ds
+import pyarrow.parquet as pq
+
+from microclip.ledger import manifest, parts
+from microclip.ledger.parts import Part
+from microclip.ledger.schema import (
+    AFTER,
+    EXAMPLES,
+    IDS,
+    MICROBATCHES,
+    SCHEMAS,
+    TABLES,
+    WITH_EXAMPLES,
+    metadata_of,
+)
+
+BATCH = 2**16  # rows that are read at once, unless asked otherwise
+INTEGER_IDS = {"id": pa.int64(), "ids": pa.list_(pa.field("element", pa.int64()))}
+
+
+def open_ledger(path: str | os.PathLike[str]) -> Record:
+    """Return what a ledger holds at this moment, after a look at whether it is all there."""
+    folder = Path(path)
+    _expect_ledger(folder)
+    said = manifest.read(folder)
+    for _ in range(5):
+        try:
+            return Record(folder, said)
+        except FileNotFoundError:  # its writer removed old parts between our two looks: look again
+            continue
+    raise OSError(f"The parts of the ledger {folder} vanish while it is being opened.")
+
+
+class Record:
+    """A ledger that was opened for reading.
+
+    >>> record = open_ledger("run/ledger")  # doctest: +SKIP
+    >>> for batch in record.microbatches(["step", "norm", "weight"]):  # doctest: +SKIP
+    ...     print(batch.num_rows)
+
+    Attributes:
+        path: Its folder.
+        manifest: What its ledger.json says.
+        rows: How many micro-batches it holds.
+        ids_are_integers: Whether every id was an integer; then ids are read as integers.
+    """
+
+    def __init__(self, path: Path, said: dict[str, Any]) -> None:
+        self.path = path
+        self.manifest = said
+        # In this order: the parts of a table are complete once those of micro-batches are there.
+        self._parts = {table: parts.find(path / table) for table in TABLES}
+        if not self._parts[MICROBATCHES]:
+            _explain_emptiness(path, self._parts[EXAMPLES])
+        footers = {part: self._footer(part) for part in self._parts[MICROBATCHES]}
+        self.rows = sum(rows for rows, _ in footers.values())
+        self.ids_are_integers = all(said.get(IDS) == b"integer" for _, said in footers.values())
+        self._expect_no_gaps({part: said for part, (_, said) in footers.items()})
+
+    def __repr__(self) -> str:
+        steps = f"steps {self.steps.start} to {self.steps.stop - 1}"
+        return f"Record({str(self.path)!r}: {self.rows} micro-batches, {steps})"
+
+    @property
+    def steps(self) -> range:
+        """From the first step to the last."""
+        found = self._parts[MICROBATCHES]
+        return range(found[0].first, max(part.last for part in found) + 1)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks that have recorded something."""
+        return tuple(sorted({part.rank for part in self._parts[MICROBATCHES]}))
+
+    @property
+    def has_examples(self) -> bool:
+        """Whether there are losses of single examples."""
+        return bool(self._parts[EXAMPLES])
+
+    @cached_property
+    def domains(self) -> tuple[str, ...]:
+        """The names of all domains, sorted; none if no domains were given."""
+        names: set[str | None] = set()
+        for batch in self.microbatches(["domain"]):
+            names.update(pc.unique(batch["domain"]).to_pylist())
+        return tuple(sorted(name for name in names if name is not None))
+
+    def microbatches(
+        self, columns: Sequence[str] | None = None, batch_size: int = BATCH
+    ) -> Iterator[pa.RecordBatch]:
+        """Yield the rows of micro-batches, part by part, sorted by first step and rank."""
+        return self._batches(MICROBATCHES, columns, batch_size)
+
+    def examples(
+        self, columns: Sequence[str] | None = None, batch_size: int = BATCH
+    ) -> Iterator[pa.RecordBatch]:
+        """Yield the losses of examples, in the same order; nothing if there are none."""
+        return self._batches(EXAMPLES, columns, batch_size)
+
+    def dataset(self, table: str = MICROBATCHES) -> ds.Dataset:
+        """Return a table as a pyarrow dataset, for questions of one's own; ids are texts in it."""
+        _expect_table(table)
+        files = [str(self.path / table / part.name) for part in self._parts[table]]
+        return ds.dataset(files, schema=SCHEMAS[table], format="parquet")
+
+    def _batches(
+        self, table: str, columns: Sequence[str] | None, batch_size: int
+    ) -> Iterator[pa.RecordBatch]:
+        known = SCHEMAS[table].names
+        chosen = known if columns is None else list(columns)
+        if unknown := [column for column in chosen if column not in known]:
+            raise ValueError(
+                f"A ledger's {table} have the columns {', '.join(known)}, but not "
+                f"{', '.join(map(repr, unknown))}."
+            )
+        return self._read(table, chosen, batch_size)
+
+    def _read(self, table: str, columns: list[str], batch_size: int) -> Iterator[pa.RecordBatch]:
+        for part in self._parts[table]:
+            with self._open(table, part) as file:
+                try:
+                    for batch in file.iter_batches(batch_size, columns=columns):
+                        yield self._with_ids(batch.select(columns))
+                except (pa.ArrowInvalid, OSError) as error:
+                    raise parts.damaged(self.path / table / part.name, error) from error
+
+    def _with_ids(self, batch: pa.RecordBatch) -> pa.RecordBatch:
+        wanted = INTEGER_IDS if self.ids_are_integers else {}
+        for place, name in enumerate(batch.schema.names):
+            if name in wanted:
+                batch = batch.set_column(place, name, batch[name].cast(wanted[name]))
+        return batch.replace_schema_metadata()  # all batches have one schema, whatever parts say
+
+    def _open(self, table: str, part: Part) -> pq.ParquetFile:
+        path = self.path / table / part.name
+        try:
+            file = pq.ParquetFile(path)
+        except FileNotFoundError as error:
+            raise FileNotFoundError(
+                error.errno,
+                "This part was removed while the ledger was being read, by its own keep_steps or "
+                "by a run that started again: open the ledger again",
+                str(path),
+            ) from error
+        except (pa.ArrowInvalid, OSError) as error:
+            raise parts.damaged(path, error) from error
+        parts.check_columns(path, table, file.schema_arrow)
+        return file
+
+    def _footer(self, part: Part) -> tuple[int, dict[bytes, bytes]]:
+        with self._open(MICROBATCHES, part) as file:
+            return file.metadata.num_rows, metadata_of(file)
+
+    def _expect_no_gaps(self, said: dict[Part, dict[bytes, bytes]]) -> None:
+        """See that no part between two others is missing, nor examples that belong to one."""
+        for rank in self.ranks:
+            own = [part for part in self._parts[MICROBATCHES] if part.rank == rank]
+            for before, part in pairwise(own):
+                after = said[part].get(AFTER, b"").decode()
+                if after != str(before.last):
+                    raise _deleted(
+                        self.path, f"{MICROBATCHES}: steps {before.last + 1} to {after} of {rank=}"
+                    )
+        there = {part.place: part for part in self._parts[EXAMPLES]}
+        matching = []
+        for part in self._parts[MICROBATCHES]:
+            if part.place in there:
+                matching.append(there[part.place])
+            elif said[part].get(WITH_EXAMPLES) == b"yes":
+                raise _deleted(self.path, f"{EXAMPLES}/{part.name}")
+        self._parts[EXAMPLES] = matching  # others are of a flush that did not come to its end
+
+
+def _expect_ledger(folder: Path) -> None:
+    if not folder.exists():
+        raise FileNotFoundError(
+            f"There is no ledger at {folder}: the folder does not exist. One is written by "
+            "Clipper(model, ..., ledger=microclip.Ledger(path))."
+        )
+    if not folder.is_dir():
+        raise NotADirectoryError(f"A ledger is a folder, but {folder} is a file.")
+    if not (folder / manifest.NAME).exists():
+        if any(parts.find(folder / table) for table in TABLES):
+            raise _deleted(folder, manifest.NAME)
+        raise ValueError(
+            f"{folder} is not a ledger: it has no {manifest.NAME}. Give the folder that "
+            "Ledger(...) was given."
+        )
+
+
+def _explain_emptiness(path: Path, examples: list[Part]) -> None:
+    if examples and not any(part.first == 0 for part in examples):
+        raise _deleted(path, MICROBATCHES)
+    raise ValueError(
+        f"The ledger {path} is empty: no step has been written yet. Steps appear with a flush: "
+        "every flush_every steps, with Clipper.state_dict(), and at the end."
+    )
+
+
+def _deleted(path: Path, what: str) -> ValueError:
+    return ValueError(
+        f"A part of the ledger {path} was deleted: {what} is missing. Put it back from a copy. "
+        "(The oldest parts may be removed, of both tables; not those between others.)"
+    )
+
+
+def _expect_table(table: str) -> None:
+    if table not in TABLES:
+        raise ValueError(f"A ledger has the tables {' and '.join(TABLES)}, but not {table!r}.")

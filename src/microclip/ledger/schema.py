@@ -1,0 +1,79 @@
+"""The columns of a ledger's two tables, and how they lie in a Parquet file.
+
+Knows nothing of outcomes or folders. Numbers of a micro-batch are float64; the losses of single
+examples, by far the most numerous, are float32, which is what models compute them in.
+"""
+
+from __future__ import annotations
+
+from typing import IO, Any
+
+try:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+except ImportError as error:
+    raise ImportError("A ledger needs pyarrow: pip install 'microclip[ledger]'") from error
+
+MICROBATCHES = "microbatches"
+EXAMPLES = "examples"
+TABLES = (MICROBATCHES, EXAMPLES)
+
+SCHEMAS = {
+    MICROBATCHES: pa.schema(
+        [
+            ("step", pa.int64()),
+            ("rank", pa.int32()),
+            ("microbatch", pa.int32()),  # its place within rank and step
+            ("ids", pa.list_(pa.field("element", pa.string()))),
+            ("size", pa.int32()),
+            ("norm", pa.float64()),
+            ("weight", pa.float64()),
+            ("bound", pa.float64()),
+            ("domain", pa.string()),  # null: no domains were given
+            ("loss", pa.float64()),  # null: not given
+            ("skipped", pa.bool_()),
+        ]
+    ),
+    EXAMPLES: pa.schema(
+        [
+            ("step", pa.int64()),
+            ("rank", pa.int32()),
+            ("microbatch", pa.int32()),
+            ("id", pa.string()),
+            ("loss", pa.float32()),
+        ]
+    ),
+}
+
+# What a part says about itself, beside its columns.
+IDS = b"microclip.ids"  # "integer" if every id was one, else "string"
+AFTER = b"microclip.after"  # the last step of the part before it; empty for a rank's first part
+WITH_EXAMPLES = b"microclip.examples"  # "yes" if there is a part of the same steps in EXAMPLES
+
+REPEATED = ["step", "rank", "microbatch", "size", "domain", "id", "ids.list.element"]
+
+
+def write_parquet(table: pa.Table, file: IO[bytes]) -> None:
+    """Write a table as one Parquet file."""
+    options: dict[str, Any] = {
+        "compression": "zstd",
+        "compression_level": 1,
+        "use_dictionary": [c for c in REPEATED if c.split(".")[0] in table.column_names],
+        "write_statistics": ["step", "rank"],  # of ids they would repeat texts of any length
+        "store_schema": False,  # else readers would see how the writer encoded things
+    }
+    with pq.ParquetWriter(file, table.schema, **options) as writer:
+        writer.write_table(table)
+        writer.add_key_value_metadata(table.schema.metadata or {})  # goes with store_schema, else
+
+
+def metadata_of(file: pq.ParquetFile) -> dict[bytes, bytes]:
+    """Return what a part says about itself."""
+    found: dict[bytes, bytes] | None = file.metadata.metadata
+    return found or {}
+
+
+def stamped(table: pa.Table, **said: Any) -> pa.Table:
+    """Return a table that says this about itself, keeping what it said before."""
+    new = {f"microclip.{key}".encode(): str(value).encode() for key, value in said.items()}
+    return table.replace_schema_metadata({**(table.schema.metadata or {}), **new})

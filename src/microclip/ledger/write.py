@@ -1,0 +1,308 @@
+"""Writing a ledger: outcomes wait in memory, and go to disk many steps at a time.
+
+In a step, an outcome is only put on a list: nothing is read from the device, converted or written
+before a flush. Every rank writes files of its own, so ranks need no locks.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+import warnings
+import weakref
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Self
+
+import pyarrow as pa
+from torch import distributed as dist
+
+from microclip.ledger import manifest, parts
+from microclip.ledger.parts import Part
+from microclip.ledger.rows import TooMuchTextError, tables
+from microclip.ledger.schema import EXAMPLES, MICROBATCHES, TABLES, stamped
+from microclip.outcome import Outcome
+
+ROWS = 2**18  # micro-batches and examples that wait at most, whatever flush_every says
+
+logger = logging.getLogger("microclip.ledger")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a user chose about a ledger."""
+
+    flush_every: int = 1000
+    flush_seconds: float | None = 300.0
+    every: int = 1
+    keep_steps: int | None = None
+    examples: bool = True
+
+    def __post_init__(self) -> None:
+        _positive("flush_every", self.flush_every)
+        _positive("every", self.every)
+        if self.keep_steps is not None:
+            _positive("keep_steps", self.keep_steps, " or None, which keeps all")
+        if not isinstance(self.examples, bool):
+            raise ValueError(f"examples must be True or False, but got {self.examples!r}.")
+        seconds = self.flush_seconds
+        if seconds is not None and (
+            not isinstance(seconds, int | float) or isinstance(seconds, bool) or not seconds >= 0
+        ):
+            raise ValueError(
+                f"flush_seconds must be a number of seconds, or None to go by steps alone, but "
+                f"got {seconds!r}."
+            )
+
+
+class Ledger:
+    """Records what clipping did to every micro-batch, in a folder of Parquet files.
+
+    >>> import microclip, tempfile, torch
+    >>> folder = tempfile.TemporaryDirectory()
+    >>> model = torch.nn.Linear(3, 1)
+    >>> with microclip.Ledger(folder.name) as ledger:
+    ...     clipper = microclip.Clipper(model, 2, ledger=ledger)
+    ...     outcome = clipper.backward(lambda x: model(x).square().mean(1), torch.randn(8, 3))
+    >>> microclip.ledger.open_ledger(folder.name).rows
+    4
+    >>> folder.cleanup()
+
+    A ledger that exists is gone on with. If the first step that is recorded is in it already, since
+    training starts again from a checkpoint, the rows from that step on are replaced. One ledger
+    belongs to one `Clipper` in each process.
+
+    Args:
+        path: The folder, made if it does not exist.
+        flush_every: After how many steps what was recorded goes to disk. It also does with
+            `Clipper.state_dict()`, with `flush()` and `close()`, at the end of the process, and
+            when a quarter of a million rows wait.
+        flush_seconds: It also does when that much time has passed since the last time; None: it
+            does not.
+        every: Record only each n-th step: those whose number is a multiple of n.
+        keep_steps: Remove files whose steps are all older than that many. None keeps everything.
+        examples: Whether to record the loss of every example, where loss_fn gives it.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        flush_every: int = 1000,
+        flush_seconds: float | None = 300.0,
+        every: int = 1,
+        keep_steps: int | None = None,
+        examples: bool = True,
+    ) -> None:
+        self._options = Options(flush_every, flush_seconds, every, keep_steps, examples)
+        self.path = Path(path)
+        _expect_no_remains(self.path)
+        manifest.create(self.path, asdict(self._options))
+        manifest.read(self.path)
+        self._writers: dict[int, _RankWriter] = {}
+        self._rank: int | None = None  # of this process, once something has been recorded
+        self._process = os.getpid()
+        self._at_end = weakref.finalize(self, _flush_all, self._writers, raising=True)
+
+    def __repr__(self) -> str:
+        return f"Ledger({str(self.path)!r})"
+
+    def __reduce__(
+        self,
+    ) -> Any:  # for processes that are started with a ledger among their arguments
+        return partial(Ledger, str(self.path), **asdict(self._options)), ()
+
+    def record(self, outcome: Outcome, rank: int | None = None) -> None:
+        """Take note of a finished step; a `Clipper` does so by itself.
+
+        Args:
+            outcome: What the step did.
+            rank: Whose micro-batches they are; None: of this process in torch.distributed, 0 if
+                that is not in use.
+        """
+        if not self._at_end.alive:
+            raise ValueError(f"{self!r} is closed: make a new Ledger to go on with its folder.")
+        if os.getpid() != self._process:  # a fork: what waits here is written by who recorded it
+            self._writers.clear()
+            self._rank, self._process = None, os.getpid()
+        if rank is None:
+            rank = self._own_rank(outcome.step) if self._rank is None else self._rank
+        writer = self._writers.get(rank)
+        if writer is None:
+            writer = self._writers[rank] = _RankWriter(self.path, rank, self._options)
+        writer.add(outcome)
+
+    def flush(self) -> None:
+        """Write what was recorded to disk. If that fails, it is kept, and tried again next time."""
+        _flush_all(self._writers, raising=True)
+
+    def close(self) -> None:
+        """Flush, and take no more."""
+        self.flush()
+        self._at_end.detach()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _own_rank(self, step: int) -> int:
+        several = dist.is_available() and dist.is_initialized()
+        self._rank, world = (dist.get_rank(), dist.get_world_size()) if several else (0, 1)
+        if self._rank == 0:
+            self._forget_absent_ranks(world, step)
+        return self._rank
+
+    def _forget_absent_ranks(self, world: int, step: int) -> None:
+        """Replace also what ranks had recorded that do not exist any more, now there are fewer."""
+        for table in TABLES:
+            folder = self.path / table
+            for rank in {part.rank for part in parts.find(folder) if part.rank >= world}:
+                parts.cut_back(folder, rank, step)
+
+
+class _RankWriter:
+    """What one rank has recorded and not yet written, and where it goes."""
+
+    def __init__(self, path: Path, rank: int, options: Options) -> None:
+        if isinstance(rank, bool) or not isinstance(rank, int) or rank < 0:
+            raise ValueError(f"rank must be 0 or a positive integer, but got {rank!r}.")
+        self._path, self._rank, self._options = path, rank, options
+        self._folders = {table: path / table for table in TABLES}
+        self.process = os.getpid()
+        self._waiting: list[Outcome] = []
+        self._rows = 0
+        self._due = self._next_due()
+        self._torn = False  # whether a flush has failed, and may have left one table without other
+        self._resumed = True  # nothing was recorded since this writer was made
+        for folder in self._folders.values():
+            parts.remove_leftovers(folder, rank)
+        self._written = parts.last_step(self._folders[MICROBATCHES], rank)
+        self._last = max(self._written, parts.last_step(self._folders[EXAMPLES], rank))
+
+    def add(self, outcome: Outcome) -> None:
+        step = outcome.step
+        if step <= self._last:
+            self._go_back(step)
+        self._last, self._resumed = step, False
+        if step % self._options.every or not outcome.ids:
+            return
+        self._waiting.append(outcome)
+        self._rows += len(outcome.ids)
+        if outcome.example_losses is not None:
+            self._rows += len(outcome.example_losses)
+        if (
+            len(self._waiting) >= self._options.flush_every
+            or self._rows >= ROWS
+            or time.monotonic() >= self._due
+        ):
+            self.flush()
+
+    def _go_back(self, step: int) -> None:
+        if step < 0:
+            raise ValueError(f"A step has a number from 0 on, but got {step}.")
+        if not self._resumed:
+            warnings.warn(
+                f"Step {step} of rank {self._rank} is recorded again in the ledger {self._path}: "
+                "what it held from that step on is replaced. If you have not gone back to a "
+                "checkpoint, two Clippers share this ledger: give each its own.",
+                RuntimeWarning,
+                stacklevel=5,
+            )
+        elif step == 0:
+            logger.warning(
+                "Rank %d starts again from step 0: its steps up to %d in the ledger %s are "
+                "replaced.",
+                self._rank,
+                self._last,
+                self._path,
+            )
+        self._waiting = [outcome for outcome in self._waiting if outcome.step < step]
+        self._cut_back(step)
+
+    def _cut_back(self, step: int) -> None:
+        for table in TABLES:  # micro-batches first: without them, examples are not looked at
+            parts.cut_back(self._folders[table], self._rank, step)
+        self._written = min(self._written, step - 1)
+
+    def flush(self) -> None:
+        waiting = self._waiting
+        if not waiting:
+            return
+        try:
+            if self._torn:
+                self._cut_back(waiting[0].step)
+            self._torn = True
+            self._write(waiting)
+            self._torn = False
+        except OSError as error:
+            raise OSError(
+                error.errno,
+                f"Could not write steps {waiting[0].step} to {waiting[-1].step} of the ledger "
+                f"({error.strerror or error}). They are kept in memory: mend it, and call flush()",
+                str(self._path),
+            ) from error
+        self._waiting, self._rows, self._due = [], 0, self._next_due()
+        self._forget_old_steps()
+
+    def _write(self, outcomes: Sequence[Outcome]) -> None:
+        try:
+            found = tables(outcomes, self._rank, self._options.examples)
+        except TooMuchTextError:
+            half = len(outcomes) // 2
+            self._write(outcomes[:half])
+            self._write(outcomes[half:])
+            return
+        part = Part(outcomes[0].step, self._rank, outcomes[-1].step)
+        after = "" if self._written < 0 else self._written
+        for table in reversed(TABLES):  # micro-batches last: with them, the part is complete
+            if table in found:
+                self._put(table, part, stamped(found[table], after=after))
+        self._written = part.last
+
+    def _put(self, table: str, part: Part, rows: pa.Table) -> None:
+        if table == EXAMPLES:  # not every step needs to have them
+            steps = rows["step"]
+            part = Part(part.first, part.rank, steps[-1].as_py())
+        parts.write(self._folders[table], part, rows)
+
+    def _forget_old_steps(self) -> None:
+        if self._options.keep_steps is None:
+            return
+        oldest = self._last - self._options.keep_steps + 1
+        for folder in self._folders.values():
+            for part in parts.find(folder, self._rank):
+                if part.last < oldest:
+                    (folder / part.name).unlink(missing_ok=True)
+
+    def _next_due(self) -> float:
+        seconds = self._options.flush_seconds
+        return float("inf") if seconds is None else time.monotonic() + seconds
+
+
+def _flush_all(writers: dict[int, _RankWriter], raising: bool) -> None:
+    """Flush what this process has recorded; a fork has copies of what is not its own."""
+    for writer in writers.values():
+        if writer.process == os.getpid():
+            writer.flush()
+
+
+def _expect_no_remains(path: Path) -> None:
+    """Refuse a folder that was a ledger, and has lost what says so."""
+    if (path / manifest.NAME).exists():
+        return
+    for table in TABLES:
+        if parts.find(path / table):
+            raise ValueError(
+                f"{path} holds parts of a ledger, but no {manifest.NAME}: a part of it was "
+                "deleted. Put it back from a copy, or give another folder."
+            )
+
+
+def _positive(name: str, value: object, more: str = "") -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name} must be a positive integer{more}, but got {value!r}.")
