@@ -56,17 +56,38 @@ class Fsdp:
             )
         return cls(model)
 
+    @property
+    def _all_groups(self) -> list[Any]:
+        return [group for module in self.modules for group in _groups(module)]
+
     @contextmanager
     def sending(self, way: Sending) -> Iterator[None]:
         """Inside the block, what FSDP reduces goes this way."""
-        before = [(group, group._reduce_scatter_comm) for m in self.modules for group in _groups(m)]
+        before = [(group, group._reduce_scatter_comm) for group in self._all_groups]
         try:
-            for group, comm in before:
-                group._reduce_scatter_comm = way.over(comm)
-            yield
+            with self.reducing():
+                for group, comm in before:
+                    group._reduce_scatter_comm = way.over(comm)
+                yield
         finally:
             for group, comm in before:
                 group._reduce_scatter_comm = comm
+
+    @contextmanager
+    def reducing(self) -> Iterator[None]:
+        """Inside the block FSDP reduces, even if somebody who accumulates gradients told it not to.
+
+        Else it would keep whole gradients, and none would come by here.
+        """
+        groups = self._all_groups
+        before = [(group, group.reduce_grads, group.all_reduce_grads) for group in groups]
+        try:
+            for group in groups:
+                group.reduce_grads = group.all_reduce_grads = True
+            yield
+        finally:
+            for group, reduce, all_reduce in before:
+                group.reduce_grads, group.all_reduce_grads = reduce, all_reduce
 
 
 class Sending:
@@ -172,13 +193,14 @@ class WorldScope(Stream):
 
     def __init__(self, *args: Any, fsdp: Fsdp, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._ranks = fsdp.ranks
+        self._fsdp, self._ranks = fsdp, fsdp.ranks
 
     def fold(self, loss_fn: LossFn, microbatches: Cuts, final: bool) -> None:
         """Add the gradients of these micro-batches, each over all ranks."""
         sizes = [microbatch.size for microbatch in microbatches]
         self._ranks.agree(self.tally.step, len(sizes), sizes)
-        super().fold(loss_fn, microbatches, final)
+        with self._fsdp.reducing():
+            super().fold(loss_fn, microbatches, final)
 
     def norm(self, gradients: Gradients) -> Tensor:
         """Return the norm over the shards of all ranks."""

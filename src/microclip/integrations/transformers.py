@@ -24,7 +24,7 @@ from microclip.engines.choose import EngineName, Scope
 from microclip.engines.losses import LossFn, backward
 from microclip.integrations.example_losses import ExampleLosses
 from microclip.integrations.metrics import metrics
-from microclip.microbatches import check_size, count_examples
+from microclip.microbatches import check_size, count_examples, cut
 from microclip.outcome import Outcome
 from microclip.rules import Nonfinite, Rule
 
@@ -109,7 +109,7 @@ class ClippedTrainerMixin:
         at_once = trainer._train_batch_size or trainer.args.train_batch_size
         last = trainer.accelerator.sync_gradients
         if self._size is not None and self._size > at_once:
-            self._add_part(model, clipper, inputs)
+            self._add_parts(model, clipper, inputs)
             if last:
                 self._fold_parts(clipper)
         else:
@@ -144,25 +144,27 @@ class ClippedTrainerMixin:
 
         return loss_fn
 
-    def _add_part(self, model: nn.Module, clipper: Clipper, inputs: dict[str, Any]) -> None:
-        """Let a micro-batch grow over several batches."""
+    def _add_parts(self, model: nn.Module, clipper: Clipper, inputs: dict[str, Any]) -> None:
+        """Let a micro-batch grow over several batches, up to its size and no further."""
         trainer: Any = self
-        size = count_examples(inputs)
+        assert self._size is not None
         if self._columns["domains"]:
             raise ValueError(
                 f"With domains, a micro-batch must be part of a batch, but microbatch_size "
-                f"{self._size} is larger than the {size} examples that the model sees at once."
+                f"{self._size} is larger than the {count_examples(inputs)} examples that the model "
+                "sees at once."
             )
-        with clipper.local():
-            items = self._items(inputs, size)
-            with trainer.compute_loss_context_manager():
-                loss = trainer.compute_loss(model, inputs, num_items_in_batch=None)
-            backward(loss * items, clipper.grad_scaler)
-            self._waiting += size
+        for part in cut(inputs, self._size - self._waiting):
+            items = self._items(part.batch, part.size)
+            with clipper.local():
+                with trainer.compute_loss_context_manager():
+                    loss = trainer.compute_loss(model, part.batch, num_items_in_batch=None)
+                backward(loss * items, clipper.grad_scaler)
+            self._waiting += part.size
             self._items_waiting += items
             self._loss_waiting += loss.detach() * items
-        if self._waiting >= (self._size or 0):
-            self._fold_parts(clipper)
+            if self._waiting == self._size:
+                self._fold_parts(clipper)
 
     def _fold_parts(self, clipper: Clipper) -> None:
         """Fold what has grown; at the end of a step that may be a smaller micro-batch."""

@@ -1,0 +1,244 @@
+"""What ranks do in the tests of transformers, Accelerate and Lightning; children import it by name.
+
+Every function trains for an epoch, with a learning rate of 0, and returns per optimizer step the
+rows that this rank saw (a list for what the model saw at once) and the gradient that came out.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset, SequentialSampler
+
+from microclip.microbatches import cut
+
+import reference
+
+COUNT = 22  # examples: on two ranks, the last window is shorter than the others
+Step = tuple[list[list[int]], list[torch.Tensor]]
+
+
+class Rows(Dataset[Any]):
+    """Examples that know their number."""
+
+    def __len__(self) -> int:
+        return COUNT
+
+    def __getitem__(self, row: int) -> tuple[torch.Tensor, int, int]:
+        x, y = features()
+        return x[row], int(y[row]), row
+
+
+def features() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(COUNT, 4, generator=generator)
+    return x, torch.randint(0, 3, (COUNT,), generator=generator)
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def loss(model: Any, batch: Any) -> torch.Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def whole(gradient: Any) -> torch.Tensor:
+    full: torch.Tensor = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
+    return full.clone()
+
+
+def launched(rank: int, world: int) -> None:
+    """Make this process look as if torchrun had started it; its group exists already."""
+    here = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+    group = {"GROUP_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29400}
+    names = {**here, **group, "TORCHELASTIC_RUN_ID": "test"}
+    os.environ.update({name: str(value) for name, value in names.items()})
+
+
+def twin(
+    model: nn.Module,
+    loss_fn: Any,
+    batch_of: Any,
+    ranks: list[list[list[int]]],
+    b: int | None,
+    grow: bool = False,
+) -> list[Any]:
+    """Return what one process would make of the rows that the ranks saw in one step.
+
+    Args:
+        model: Whose gradient it is.
+        loss_fn: The mean loss of a batch.
+        batch_of: Makes a batch of rows.
+        ranks: For each rank, the rows that it saw, as lists of what it saw at once.
+        b: The micro-batch size.
+        grow: Whether a micro-batch goes over what was seen at once.
+    """
+    pieces: list[list[int]] = []
+    for parts in ranks:
+        if grow:
+            parts = [[row for part in parts for row in part]]
+        for part in parts:
+            pieces += [list(m.ids) for m in cut(torch.tensor(part), b, ids=part)]
+    batches = [batch_of(piece) for piece in pieces]
+    gradients = reference.microbatch_gradients(loss_fn, list(model.parameters()), batches)
+    sizes = [len(piece) for piece in pieces]
+    return reference.clipped_gradient(gradients, sizes, reference.WEIGH["MinNorm()"])[0]
+
+
+def each(
+    rank: int, train: Callable[..., list[Step]], world: int, cases: list[tuple[Any, ...]]
+) -> list[list[Step]]:
+    """Return what comes of every case; starting ranks takes longer than all of them."""
+    launched(rank, world)
+    return [train(world, *case) for case in cases]
+
+
+def accelerate(
+    world: int, size: int, steps: int, b: int | None, precision: str, sharded: str
+) -> list[Step]:
+    """`sharded`: "", or the scope of micro-batches of a model sharded by Accelerate's plugin."""
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+    from accelerate.state import AcceleratorState, GradientState
+    from accelerate.utils import DistributedType
+
+    from microclip.integrations.accelerate import AcceleratedClipper
+
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+    accelerator = Accelerator(
+        cpu=True, gradient_accumulation_steps=steps, mixed_precision=precision
+    )
+    if sharded:  # Accelerate offers its plugin on accelerators only; what it does works on a CPU
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=2, cpu_ram_efficient_loading=False)
+        if precision != "no":
+            plugin.set_mixed_precision(precision)
+        AcceleratorState._shared_state["distributed_type"] = DistributedType.FSDP
+        AcceleratorState._shared_state["fsdp_plugin"] = plugin
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    model, optimizer, loader = accelerator.prepare(
+        model, optimizer, DataLoader(Rows(), batch_size=size)
+    )
+    options = {"scope": sharded} if sharded else {}
+    clipper = AcceleratedClipper(accelerator, model, b, **options)
+    found: list[Step] = []
+    rows: list[list[int]] = []
+    for batch in loader:
+        with accelerator.accumulate(model):
+            rows.append(batch[2].tolist())
+            outcome = clipper.backward(lambda batch: loss(model, batch), batch)
+            assert (outcome is not None) == accelerator.sync_gradients
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 100.0)
+                found.append((rows, [whole(p.grad) for p in model.parameters()]))
+                rows = []
+            optimizer.step()
+            optimizer.zero_grad()
+    return found
+
+
+def lightning(world: int, folder: str, steps: int, precision: str) -> list[Step]:
+    warnings.simplefilter("ignore")
+    import lightning.pytorch as pl
+    from lightning.pytorch.strategies import DDPStrategy
+
+    from microclip.integrations.lightning import MicrobatchClip
+
+    found: list[Step] = []
+    rows: list[list[int]] = []
+
+    class Watched(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            value = closure()
+            gradients = [p.grad.clone() for g in self.param_groups for p in g["params"]]
+            found.append((list(rows), gradients))
+            rows.clear()
+            return value
+
+    class Model(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = network()
+
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            rows.append(batch[2].tolist())
+            return loss(self.net, batch)
+
+        def configure_optimizers(self) -> Any:
+            return Watched(self.parameters(), lr=0.0)
+
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=world, strategy=DDPStrategy(process_group_backend="gloo"),
+        logger=False, enable_progress_bar=False, enable_model_summary=False, max_epochs=1,
+        enable_checkpointing=False, callbacks=[MicrobatchClip()], default_root_dir=folder,
+        accumulate_grad_batches=steps, precision=precision, gradient_clip_val=100.0,
+    )  # fmt: skip
+    trainer.fit(Model(), DataLoader(Rows(), batch_size=2))
+    return found
+
+
+def bert() -> nn.Module:
+    from transformers import BertConfig, BertForSequenceClassification
+
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=17, hidden_size=8, num_hidden_layers=1, num_attention_heads=2,
+        intermediate_size=16, max_position_embeddings=8, num_labels=3,
+        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    return BertForSequenceClassification(config)
+
+
+def sentences() -> list[dict[str, Any]]:
+    generator = torch.Generator().manual_seed(1)
+    found = []
+    for row in range(COUNT):
+        tokens = torch.randint(1, 17, (6,), generator=generator)
+        found.append({"input_ids": tokens, "labels": tokens[0] % 3, "number": row})
+    return found
+
+
+def transformers(
+    world: int, folder: str, size: int, steps: int, b: int | None, bf16: bool
+) -> list[Step]:
+    from transformers import TrainerCallback, TrainingArguments
+
+    from microclip.integrations.transformers import ClippedTrainer
+
+    found: list[Step] = []
+    rows: list[list[int]] = []
+
+    class Watch(TrainerCallback):
+        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            gradients = [p.grad.clone() for p in kwargs["model"].parameters()]
+            found.append((list(rows), gradients))
+            rows.clear()
+
+    class Watched(ClippedTrainer):
+        def _get_train_sampler(self, *args: Any) -> Any:
+            return SequentialSampler(self.train_dataset)
+
+        def training_step(self, model: Any, inputs: Any, *args: Any) -> Any:
+            rows.append(inputs["number"].tolist())
+            return super().training_step(model, inputs, *args)
+
+    arguments = TrainingArguments(
+        folder, per_device_train_batch_size=size, gradient_accumulation_steps=steps,
+        learning_rate=0.0, num_train_epochs=1, max_grad_norm=100.0, save_strategy="no",
+        report_to="none", use_cpu=True, disable_tqdm=True, logging_strategy="no",
+        ddp_backend="gloo", bf16=bf16,
+    )  # fmt: skip
+    trainer = Watched(
+        bert(), arguments, train_dataset=sentences(), callbacks=[Watch()],
+        microbatch_size=b, id_column="number",
+    )  # fmt: skip
+    trainer.train()
+    return found

@@ -1,0 +1,103 @@
+"""transformers, Accelerate and Lightning on two real ranks: as one process with all examples."""
+
+import pytest
+import torch
+
+import processes
+import properties
+import stack_cells as cells
+
+WORLD = 2
+TOLERANCE = {"no": 1e-5, "bf16": 0.05, "32-true": 1e-5, "bf16-mixed": 0.05}
+
+ACCELERATE = [  # what the model sees at once, times per step, b, precision, scope if sharded
+    *[(4, 1, 2, "no", ""), (2, 2, None, "no", ""), (3, 2, 2, "no", ""), (4, 1, 2, "bf16", "")],
+    *[(4, 1, 2, "no", scope) for scope in ("rank", "world")],
+    *[(2, 2, 2, "no", scope) for scope in ("rank", "world")],
+]
+TRANSFORMERS = [  # what the model sees at once, times per step, b, whether bf16
+    *[(4, 1, 2, False), (2, 2, None, False), (2, 2, 4, False), (2, 2, 3, False), (4, 1, 2, True)],
+]
+LIGHTNING = [(1, "32-true"), (2, "32-true"), (2, "bf16-mixed")]  # batches per step, precision
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """Return what the ranks found, by case; each stack's ranks are started once."""
+    found = {}
+
+    def of(train, case, cases, *more):
+        if train not in found:
+            folder = tmp_path_factory.mktemp(train.__name__)
+            given = [(*(str(folder) for _ in more), *case) for case in cases]
+            ranks = processes.run(cells.each, WORLD, folder, train, WORLD, given)
+            found[train] = dict(zip(cases, zip(*ranks, strict=True), strict=True))
+        return found[train][case]
+
+    return of
+
+
+def assert_steps_equal_the_twin(found, steps, wanted, tolerance):
+    """`found`: per rank, what came of every step; `wanted`: from rows to a gradient."""
+    assert [len(steps_of_rank) for steps_of_rank in found] == [steps] * WORLD
+    for step in zip(*found, strict=True):
+        first, *others = [gradients for _, gradients in step]
+        properties.assert_close(first, wanted([rows for rows, _ in step]), tolerance)
+        for other in others:
+            assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
+
+
+def wanted_of(model, b):
+    def batch_of(rows):
+        x, y = cells.features()
+        return x[rows], y[rows]
+
+    return lambda rows: cells.twin(model, lambda x: cells.loss(model, x), batch_of, rows, b)
+
+
+def over_ranks(rows, b):
+    """Return micro-batches that consist of the same slice of every rank's batch."""
+    return [
+        [row for part in parts for row in part[start : start + b]]
+        for parts in zip(*rows, strict=True)
+        for start in range(0, len(parts[0]), b)
+    ]
+
+
+@pytest.mark.parametrize("case", ACCELERATE, ids=str)
+def test_accelerate(results, case):
+    """Within a window Accelerate tells FSDP not to reduce; the clipper needs it to."""
+    size, times, b, precision, scope = case
+    found = results(cells.accelerate, case, ACCELERATE)
+    wanted = wanted_of(cells.network(), b)
+    if scope == "world":
+        whole = wanted_of(cells.network(), None)
+        wanted = lambda rows: whole([over_ranks(rows, b)])  # noqa: E731
+    steps = -(-cells.COUNT // (WORLD * size * times))
+    assert_steps_equal_the_twin(found, steps, wanted, TOLERANCE[precision])
+
+
+@pytest.mark.parametrize("case", LIGHTNING, ids=str)
+def test_lightning(results, case):
+    times, precision = case
+    found = results(cells.lightning, case, LIGHTNING, "folder")
+    steps = -(-cells.COUNT // (WORLD * 2 * times))
+    wanted = wanted_of(cells.network(), None)
+    assert_steps_equal_the_twin(found, steps, wanted, TOLERANCE[precision])
+
+
+@pytest.mark.parametrize("case", TRANSFORMERS, ids=str)
+def test_transformers(results, case):
+    size, times, b, bf16 = case
+    found = results(cells.transformers, case, TRANSFORMERS, "folder")
+    model, data = cells.bert().train(), cells.sentences()
+
+    def sentences(rows):
+        return {key: torch.stack([data[i][key] for i in rows]) for key in ("input_ids", "labels")}
+
+    def wanted(rows):
+        grow = b is not None and b > size
+        return cells.twin(model, lambda x: model(**x).loss, sentences, rows, b, grow)
+
+    steps = -(-cells.COUNT // (WORLD * size * times))
+    assert_steps_equal_the_twin(found, steps, wanted, 0.05 if bf16 else 1e-5)
