@@ -2,144 +2,25 @@
 
 import pytest
 import torch
-from torch.utils.data import SequentialSampler
-from transformers import (
-    BertConfig,
-    BertForSequenceClassification,
-    LlamaConfig,
-    LlamaForCausalLM,
-    Seq2SeqTrainingArguments,
-    T5Config,
-    T5ForConditionalGeneration,
-    Trainer,
-    TrainerCallback,
-    TrainingArguments,
-)
+from transformers import Trainer
 
-from microclip.integrations.transformers import (
-    ClippedSeq2SeqTrainer,
-    ClippedTrainer,
-    ClippedTrainerMixin,
-)
-from microclip.microbatches import cut
+from microclip.integrations.transformers import ClippedTrainerMixin
 
 import properties
 import reference
-
-COUNT = 22  # examples: with 8 in a step, the last step has 6
-
-
-def bert():
-    torch.manual_seed(0)
-    config = BertConfig(
-        vocab_size=17, hidden_size=8, num_hidden_layers=1, num_attention_heads=2,
-        intermediate_size=16, max_position_embeddings=8, num_labels=3,
-        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
-    )  # fmt: skip
-    return BertForSequenceClassification(config)
-
-
-def llama():
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=17, hidden_size=8, num_hidden_layers=1, num_attention_heads=2,
-        intermediate_size=16, max_position_embeddings=8,
-    )  # fmt: skip
-    return LlamaForCausalLM(config)
-
-
-def t5():
-    torch.manual_seed(0)
-    config = T5Config(
-        vocab_size=17, d_model=8, d_kv=4, d_ff=16, num_layers=1, num_heads=2, dropout_rate=0.0,
-        decoder_start_token_id=0, pad_token_id=0,
-    )  # fmt: skip
-    return T5ForConditionalGeneration(config)
-
-
-def examples(kind):
-    """Labels of different lengths for the language models: norms must not follow token counts."""
-    generator = torch.Generator().manual_seed(1)
-    found = []
-    for i in range(COUNT):
-        tokens = torch.randint(1, 17, (6,), generator=generator)
-        labels = tokens.clone()
-        labels[: i % 5] = -100
-        found.append({"input_ids": tokens, "labels": labels if kind != "bert" else tokens[0] % 3})
-    return found
-
-
-MODELS = {"bert": bert, "llama": llama, "t5": t5}
-
-
-class Watch(TrainerCallback):
-    """Keeps the gradients that the optimizer is about to see."""
-
-    def __init__(self):
-        self.gradients = []
-
-    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
-        self.gradients.append(
-            [None if p.grad is None else p.grad.clone() for p in model.parameters()]
-        )
-
-
-class InOrder:
-    """The examples in the order given."""
-
-    def _get_train_sampler(self, *args):
-        return SequentialSampler(self.train_dataset)
-
-
-class Ordered(InOrder, ClippedTrainer):
-    pass
-
-
-class OrderedSeq2Seq(InOrder, ClippedSeq2SeqTrainer):
-    pass
-
-
-def trainer(folder, model, data, *, kind=Ordered, b=None, watch=(), clip=None, **arguments):
-    options = {
-        "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "learning_rate": 0.0,
-        "num_train_epochs": 1, "max_grad_norm": 0.0, "save_strategy": "no", "report_to": "none",
-        "use_cpu": True, "disable_tqdm": True, "logging_strategy": "no", **arguments,
-    }  # fmt: skip
-    seq2seq = issubclass(kind, ClippedSeq2SeqTrainer)
-    args = (Seq2SeqTrainingArguments if seq2seq else TrainingArguments)(str(folder), **options)
-    more = {} if kind is InOrderPlain else {"microbatch_size": b, **(clip or {})}
-    return kind(model, args, train_dataset=data, callbacks=list(watch), **more)
-
-
-class InOrderPlain(InOrder, Trainer):
-    pass
-
-
-def windows(sub_step, steps):
-    """The examples of each optimizer step, as lists of what the model sees at once."""
-    parts = [list(range(i, min(i + sub_step, COUNT))) for i in range(0, COUNT, sub_step)]
-    return [parts[i : i + steps] for i in range(0, len(parts), steps)]
-
-
-def stacked(data, rows):
-    return {key: torch.stack([data[i][key] for i in rows]) for key in data[0]}
-
-
-def wanted(model, data, parts, b):
-    """The twin's gradient of one optimizer step."""
-    size = len(parts[0])
-    if b is not None and b > size:
-        rows = [i for part in parts for i in part]
-        pieces = [rows[i : i + b] for i in range(0, len(rows), b)]
-        batches, sizes = [stacked(data, piece) for piece in pieces], [len(p) for p in pieces]
-    else:
-        cuts = [piece for part in parts for piece in cut(stacked(data, part), b)]
-        batches, sizes = [piece.batch for piece in cuts], [piece.size for piece in cuts]
-    model.train()
-    gradients = reference.microbatch_gradients(
-        lambda batch: model(**batch).loss, list(model.parameters()), batches
-    )
-    return reference.clipped_gradient(gradients, sizes, reference.WEIGH["MinNorm()"])[0]
+from trainers import (
+    MODELS,
+    InOrder,
+    InOrderPlain,
+    Ordered,
+    OrderedSeq2Seq,
+    Watch,
+    bert,
+    examples,
+    trainer,
+    wanted,
+    windows,
+)
 
 
 @pytest.mark.parametrize("kind", MODELS)

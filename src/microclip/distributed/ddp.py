@@ -23,7 +23,8 @@ class Ddp:
     @classmethod
     def find(cls, model: nn.Module) -> Ddp | None:
         """Return it for a model that is wrapped, perhaps compiled as well; None for others."""
-        inner = getattr(model, "_orig_mod", model)
+        inner = getattr(model, "_forward_module", model)  # what Lightning's Fabric wraps once more
+        inner = getattr(inner, "_orig_mod", inner)
         return cls(inner) if isinstance(inner, DistributedDataParallel) else None
 
     @contextmanager

@@ -9,16 +9,17 @@ use `microclip.Clipper` itself.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from contextlib import ExitStack
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from microclip import multitensor
 from microclip.clipper import Clipper
-from microclip.distributed.ddp import Ddp
 from microclip.integrations.metrics import metrics
-from microclip.microbatches import count_examples
+from microclip.microbatches import Ids, count_examples
 from microclip.rules import Nonfinite, Rule
 
 try:
@@ -29,6 +30,9 @@ except ImportError as error:
         "microclip.integrations.lightning needs lightning: pip install 'microclip[lightning]'"
     ) from error
 
+if TYPE_CHECKING:
+    from microclip.ledger import Ledger
+
 
 class MicrobatchClip(pl.Callback):
     """Folds every batch's gradient, and clips when a window of accumulation ends.
@@ -36,16 +40,27 @@ class MicrobatchClip(pl.Callback):
     Args:
         rule: How norms become weights, of those that stream; the default is `rules.MinNorm()`.
         nonfinite: As in `Clipper`.
+        ids: Finds the names of a batch's examples in it, one for each.
+        domain: Finds the domain of a batch in it; all its examples are then of that domain.
+        ledger: As in `Clipper`.
         log: Whether to log the figures of a step.
     """
 
     def __init__(
-        self, rule: Rule | None = None, nonfinite: Nonfinite = "propagate", log: bool = True
+        self,
+        rule: Rule | None = None,
+        nonfinite: Nonfinite = "propagate",
+        *,
+        ids: Callable[[Any], Ids] | None = None,
+        domain: Callable[[Any], Hashable] | None = None,
+        ledger: Ledger | None = None,
+        log: bool = True,
     ) -> None:
-        self._options: dict[str, Any] = {"rule": rule, "nonfinite": nonfinite}
+        self._options: dict[str, Any] = {"rule": rule, "nonfinite": nonfinite, "ledger": ledger}
+        self._find_ids, self._find_domain = ids, domain
         self._log = log
         self._state: dict[str, Any] | None = None
-        self._size = 1
+        self._batch: dict[str, Any] = {}  # what is known of the batch at hand
         self._local = ExitStack()  # what keeps gradients on their rank during a batch
         self.clipper: Clipper | None = None
 
@@ -65,25 +80,34 @@ class MicrobatchClip(pl.Callback):
         assert model is not None
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         self.clipper = Clipper(model, engine="stream", grad_scaler=scaler, **self._options)
-        self._ddp = Ddp.find(model)
         if self._state is not None:
             self.clipper.load_state_dict(self._state)
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Count the examples; under DDP, keep the gradient on its rank."""
-        self._size = count_examples(batch)
-        if self._ddp is not None:
-            self._local.enter_context(self._ddp.local())
+        """Look at the batch; under DDP, keep its gradient on its rank."""
+        assert self.clipper is not None
+        self._batch = {"size": count_examples(batch)}
+        if self._find_ids is not None:
+            self._batch["ids"] = self._find_ids(batch)
+        if self._find_domain is not None:
+            self._batch["domain"] = self._find_domain(batch)
+        self._local.enter_context(self.clipper.local())
+
+    def on_before_backward(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor
+    ) -> None:
+        """Take note of the loss, which Lightning has divided by the length of a full window."""
+        self._batch["loss"] = loss.detach() * trainer.accumulate_grad_batches
 
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Fold; with the last batch of a window clip, before precision plugins unscale."""
         assert self.clipper is not None
         gradients = [p.grad for p in self.clipper.model.parameters() if p.grad is not None]
-        # Lightning has divided the loss by the length of a full window, also in a shorter one
+        # and so the gradients, also in a shorter window
         multitensor.multiply_(gradients, torch.tensor(float(trainer.accumulate_grad_batches)))
-        self.clipper.fold(size=self._size)
+        self.clipper.fold(**self._batch)
         ends = (trainer.fit_loop.epoch_loop.batch_idx + 1) % trainer.accumulate_grad_batches == 0
         if ends or trainer.is_last_batch:
             outcome = self.clipper.finish()
@@ -94,10 +118,26 @@ class MicrobatchClip(pl.Callback):
         """Let the wrapper do as it likes again."""
         self._local.close()
 
+    def on_train_end(self, *args: Any) -> None:
+        """Let nothing that is recorded be in memory only."""
+        self._flush()
+
+    def on_exception(self, *args: Any) -> None:
+        """Leave no half step behind, and the wrapper as it was."""
+        self._local.close()
+        if self.clipper is not None:
+            self.clipper.discard()
+        self._flush()
+
+    def _flush(self) -> None:
+        if self._options["ledger"] is not None:
+            self._options["ledger"].flush()
+
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint holds; in the middle of a window, what its start was."""
         if self.clipper is None:
             return self._state or {}
+        self._flush()
         return {"step": self.clipper.step, "rule": self.clipper.policy.rule.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

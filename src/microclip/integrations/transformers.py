@@ -14,7 +14,7 @@ For a Trainer of your own: `class MyClippedTrainer(ClippedTrainerMixin, MyTraine
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +37,9 @@ except ImportError as error:
         "pip install 'microclip[hf]'"
     ) from error
 
+if TYPE_CHECKING:
+    from microclip.ledger import Ledger
+
 STATE = "microclip.pt"  # beside the optimizer's, in a checkpoint
 
 
@@ -50,6 +53,7 @@ class ClippedTrainerMixin:
         engine: As in `Clipper`.
         nonfinite: As in `Clipper`.
         scope: As in `Clipper`, for FSDP2.
+        ledger: As in `Clipper`: records what was done to which examples.
         domain_column: A column of the data set with the examples' domains.
         id_column: A column of the data set with the examples' names.
     """
@@ -62,13 +66,14 @@ class ClippedTrainerMixin:
         engine: EngineName = "auto",
         nonfinite: Nonfinite = "propagate",
         scope: Scope = "rank",
+        ledger: Ledger | None = None,
         domain_column: str | None = None,
         id_column: str | None = None,
         **kwargs: Any,
     ) -> None:
         self._size = check_size(microbatch_size)
         self._options: dict[str, Any] = {"rule": rule, "engine": engine, "nonfinite": nonfinite}
-        self._options["scope"] = scope
+        self._options |= {"scope": scope, "ledger": ledger}
         self._columns = {"domains": domain_column, "ids": id_column}
         self.clipper: Clipper | None = None  # made with the first batch, for the wrapped model
         self._state: dict[str, Any] | None = None
@@ -88,6 +93,14 @@ class ClippedTrainerMixin:
                 "nn.DataParallel mixes the gradients of its GPUs. Start with torchrun, which gives "
                 "each GPU a process of its own."
             )
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Train; what a ledger has recorded is on disk afterwards, however it ends."""
+        try:
+            return super().train(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            if self._options["ledger"] is not None:
+                self._options["ledger"].flush()
 
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None
@@ -234,8 +247,11 @@ class ClippedTrainerMixin:
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
         trainer: Any = self
-        if trainer.args.should_save and self.clipper is not None:
-            torch.save(self.clipper.state_dict(), Path(output_dir) / STATE)
+        if self.clipper is None:
+            return
+        state = self.clipper.state_dict()  # of every rank, for each has a ledger to flush
+        if trainer.args.should_save:
+            torch.save(state, Path(output_dir) / STATE)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]

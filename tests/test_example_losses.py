@@ -1,0 +1,130 @@
+"""Losses of single examples in the Trainer: a single pass, with the twin's gradients."""
+
+import pytest
+import torch
+from torch import nn
+from transformers import BertForSequenceClassification
+
+from microclip.microbatches import cut
+
+import properties
+import reference
+from trainers import (
+    MODELS,
+    Ordered,
+    OrderedSeq2Seq,
+    Watch,
+    bert,
+    ctc,
+    examples,
+    stacked,
+    trainer,
+    wanted,
+    windows,
+)
+
+AT_ONCE = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
+
+
+@pytest.mark.parametrize("b", [1, 2, 3])
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_single_pass_equals_the_twin(tmp_path, kind, b):
+    model, data, watch = MODELS[kind](), examples(kind), Watch()
+    run = trainer(
+        tmp_path, model, data, kind=OrderedSeq2Seq if kind == "t5" else Ordered, b=b,
+        watch=[watch], clip={"engine": "fused"}, **AT_ONCE,
+    )  # fmt: skip
+    run.train()
+    assert run.clipper.outcome.engine == "fused"
+    assert len(run.clipper.outcome.example_losses) == 6
+    assert len(watch.gradients) == 3
+    for found, parts in zip(watch.gradients, windows(8, 1), strict=True):
+        properties.assert_close(found, wanted(model, data, parts, b), 1e-5)
+
+
+def test_a_sum_of_losses_stays_a_sum(tmp_path):
+    """CTC's default in transformers; under accumulation the Trainer itself would add sums up."""
+    model, data, watch = ctc(), examples("ctc"), Watch()
+    model.config.ctc_loss_reduction = "sum"
+    run = trainer(tmp_path, model, data, b=2, watch=[watch], clip={"engine": "fused"}, **AT_ONCE)
+    run.train()
+    for found, parts in zip(watch.gradients, windows(8, 1), strict=True):
+        properties.assert_close(found, wanted(model, data, parts, 2), 1e-5)
+
+
+def test_domains_have_token_means_of_their_own(tmp_path):
+    """Micro-batches are cut from sorted examples, and so must be what tokens are counted over."""
+    data = [{**e, "place": i % 3} for i, e in enumerate(examples("llama"))]
+    model, watch = MODELS["llama"](), Watch()
+    run = trainer(
+        tmp_path, model, data, b=2, watch=[watch],
+        clip={"engine": "fused", "domain_column": "place"}, **AT_ONCE,
+    )  # fmt: skip
+    run.train()
+    for found, (rows,) in zip(watch.gradients, windows(8, 1), strict=True):
+        batch = stacked(examples("llama"), rows)
+        pieces = cut(batch, 2, domains=[row % 3 for row in rows])
+        gradients = reference.microbatch_gradients(
+            lambda batch: model(**batch).loss, list(model.parameters()), [p.batch for p in pieces]
+        )
+        twin = reference.clipped_gradient(
+            gradients, [p.size for p in pieces], reference.WEIGH["MinNorm()"],
+            domains=[p.domain for p in pieces],
+        )[0]  # fmt: skip
+        properties.assert_close(found, twin, 1e-5)
+
+
+class Penalised(BertForSequenceClassification):
+    """Has a loss of its own."""
+
+    def forward(self, input_ids=None, labels=None):
+        outputs = super().forward(input_ids=input_ids, labels=labels)
+        if outputs.loss is not None:
+            outputs.loss = outputs.loss + 0.1 * outputs.logits.square().mean()
+        return outputs
+
+
+def test_a_loss_of_its_own_is_streamed(tmp_path):
+    torch.manual_seed(0)
+    model, data, watch = Penalised(bert().config), examples("bert"), Watch()
+    run = trainer(tmp_path, model, data, b=2, watch=[watch], **AT_ONCE)
+    run.train()
+    assert run.clipper.outcome.engine == "stream"
+    for found, parts in zip(watch.gradients, windows(8, 1), strict=True):
+        properties.assert_close(found, wanted(model, data, parts, 2), 1e-5)
+
+
+def test_a_head_of_zeros_does_not_hide_a_loss_of_its_own(tmp_path):
+    """All losses are alike at first: the second look tells."""
+    torch.manual_seed(0)
+    model, data = Penalised(bert().config), examples("bert")
+    nn.init.zeros_(model.classifier.weight)
+    nn.init.zeros_(model.classifier.bias)
+    run = trainer(tmp_path, model, data, b=2, learning_rate=0.1, **AT_ONCE)
+    run.train()
+    assert run.clipper.outcome.engine == "stream"
+    assert run.clipper.outcome.example_losses is None
+
+
+def test_labels_that_do_not_count_add_nothing(tmp_path):
+    """An example without labels has a loss of 0, and its micro-batch that of the others."""
+    data = examples("llama")
+    data[0]["labels"] = torch.full_like(data[0]["labels"], -100)
+    model, watch = MODELS["llama"](), Watch()
+    run = trainer(tmp_path, model, data, b=2, watch=[watch], clip={"engine": "fused"}, **AT_ONCE)
+    run.train()
+    twin = wanted(model, data, windows(8, 1)[0], 2)
+    properties.assert_close(watch.gradients[0], twin, 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "clip"), [({"label_smoothing_factor": 0.1}, {}), ({}, {"compute_loss_func": True})]
+)
+def test_other_losses_of_the_trainer_are_streamed(tmp_path, options, clip):
+    def doubled(outputs, labels, num_items_in_batch=None):
+        return 2 * nn.functional.cross_entropy(outputs.logits, labels)
+
+    clip = {"compute_loss_func": doubled} if clip else {}
+    run = trainer(tmp_path, bert(), examples("bert"), b=2, clip=clip, **AT_ONCE, **options)
+    run.train()
+    assert run.clipper.outcome.engine == "stream"
