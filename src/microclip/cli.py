@@ -14,17 +14,24 @@ from typing import Any
 
 import microclip
 from microclip.demo.config import DemoConfig
+from microclip.theory.config import TheoryConfig
 
 ABOUT = """Adaptive micro-batch clipping for PyTorch: train better on data that is not clean.
 
 See it at work, in about two minutes:  microclip demo
+
+What the theory says of each micro-batch size:  microclip theory
 
 What a command does and which options it takes:  microclip demo --help
 
 The version:  microclip --version"""
 
 # What each extra brings that is looked for here, by the name it is imported with.
-EXTRAS = {"cli": ("tyro", "rich"), "demo": ("sklearn", "scipy", "matplotlib")}
+EXTRAS = {
+    "cli": ("tyro", "rich"),
+    "demo": ("sklearn", "scipy", "matplotlib"),
+    "plot": ("matplotlib",),
+}
 
 
 @dataclass(frozen=True)
@@ -43,7 +50,17 @@ def demo(config: DemoConfig) -> None:
     show(config)
 
 
-COMMANDS = {"demo": Command(DemoConfig, "demo", demo)}
+def theory(config: TheoryConfig) -> None:
+    """Carry out `microclip theory`."""
+    from microclip.theory.command import show
+
+    show(config)
+
+
+COMMANDS = {
+    "demo": Command(DemoConfig, "demo", demo),
+    "theory": Command(TheoryConfig, "plot", theory),
+}
 
 
 class MissingExtraError(Exception):
