@@ -80,7 +80,7 @@ class Penalised(BertForSequenceClassification):
     def forward(self, input_ids=None, labels=None):
         outputs = super().forward(input_ids=input_ids, labels=labels)
         if outputs.loss is not None:
-            outputs.loss = outputs.loss + 0.1 * outputs.logits.square().mean()
+            outputs.loss = outputs.loss + 100 * outputs.logits.square().mean()
         return outputs
 
 
