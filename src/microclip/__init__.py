@@ -8,14 +8,18 @@ from microclip.clipper import Clipper
 from microclip.outcome import Outcome
 
 if TYPE_CHECKING:
-    from microclip import ledger
+    from microclip import ledger, theory
     from microclip.ledger import Ledger
 
 __version__ = "0.1.0.dev0"
-__all__ = ["Clipper", "Ledger", "Outcome", "ledger", "rules"]
+__all__ = ["Clipper", "Ledger", "Outcome", "ledger", "rules", "theory"]
 
 # What needs an extra is imported when it is asked for: a module, and perhaps a name in it.
-_LATER = {"Ledger": ("microclip.ledger", "Ledger"), "ledger": ("microclip.ledger", None)}
+_LATER = {
+    "Ledger": ("microclip.ledger", "Ledger"),
+    "ledger": ("microclip.ledger", None),
+    "theory": ("microclip.theory", None),
+}
 
 
 def __getattr__(name: str) -> Any:
