@@ -4,10 +4,12 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import DistributedType
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
+from microclip import rules
 from microclip.integrations.accelerate import AcceleratedClipper
 from microclip.microbatches import cut
 
@@ -19,6 +21,11 @@ COUNT = 22
 
 @pytest.fixture(autouse=True)
 def fresh():
+    fresh_state()
+
+
+def fresh_state():
+    """As in a new process."""
     AcceleratorState._reset_state(True)
     GradientState._reset_state()
 
@@ -84,8 +91,7 @@ def test_checkpoints_hold_the_clipper(tmp_path):
             optimizer.zero_grad()
     accelerator.save_state(tmp_path)
     assert clipper.clipper.step == 3
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
+    fresh_state()
     accelerator, _, _, _, again, _ = start(2, 4)
     accelerator.load_state(tmp_path)
     assert again.clipper.step == 3
@@ -94,8 +100,7 @@ def test_checkpoints_hold_the_clipper(tmp_path):
 def test_one_microbatch_is_plain_training():
     weights = []
     for clipped in (False, True):
-        AcceleratorState._reset_state(True)
-        GradientState._reset_state()
+        fresh_state()
         accelerator, model, optimizer, loader, clipper, _ = start(1, 8, b=None)
         for batch in loader:
             with accelerator.accumulate(model):
@@ -109,3 +114,61 @@ def test_one_microbatch_is_plain_training():
         weights.append([p.detach().clone() for p in model.parameters()])
     for one, other in zip(*weights, strict=True):
         assert torch.equal(one, other)
+
+
+def train(loader, accelerator, model, optimizer, clipper, until=None):
+    """Train to the end of an epoch, or so many batches."""
+    for count, batch in enumerate(loader, start=1):
+        with accelerator.accumulate(model):
+            clipper.backward(losses(model), batch)
+            optimizer.step()
+            optimizer.zero_grad()
+        if count == until:
+            return
+
+
+def test_resuming_in_an_epoch_gives_the_same_weights(tmp_path):
+    accelerator, model, optimizer, loader, clipper, _ = start(2, 4)
+    train(loader, accelerator, model, optimizer, clipper)
+    whole = [p.detach().clone() for p in model.parameters()]
+
+    fresh_state()
+    accelerator, model, optimizer, loader, clipper, _ = start(2, 4)
+    train(loader, accelerator, model, optimizer, clipper, until=4)
+    accelerator.save_state(tmp_path)
+
+    fresh_state()
+    accelerator, model, optimizer, loader, clipper, _ = start(2, 4)
+    accelerator.load_state(tmp_path)
+    train(accelerator.skip_first_batches(loader, 4), accelerator, model, optimizer, clipper)
+    assert clipper.clipper.step == 3
+    for one, other in zip(whole, model.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_scaled_losses():
+    """The scaler that Accelerate makes for float16 is found; norms are those of unscaled losses."""
+    accelerator, model, _, loader, _, data = start(2, 4)
+    accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    clipper = AcceleratedClipper(accelerator, model, 2, rule=rules.Fixed(0.1))
+    rows = [list(range(i, i + 4)) for i in (0, 4)]
+    for batch, _ in zip(loader, range(2), strict=False):
+        with accelerator.accumulate(model):
+            clipper.backward(losses(model), batch)
+    found = [p.grad.clone() for p in model.parameters()]
+    pieces = [p for part in rows for p in cut((data[0][part], data[1][part]), 2)]
+    gradients = reference.microbatch_gradients(
+        losses(model), list(model.parameters()), [p.batch for p in pieces]
+    )
+    norms = [reference.norm(g) for g in gradients]
+    weights = [min(1.0, 0.1 / norm) for norm in norms]
+    assert max(norms) > 0.1
+    twin = reference.weighted_sum(gradients, [1024 * w / 4 for w in weights])
+    properties.assert_close(found, twin, 1e-5)
+
+
+def test_deepspeed_is_refused():
+    accelerator, model, *_ = start()
+    AcceleratorState._shared_state["distributed_type"] = DistributedType.DEEPSPEED
+    with pytest.raises(NotImplementedError, match="DEEPSPEED .* Use DDP or FSDP2"):
+        AcceleratedClipper(accelerator, model, 2)

@@ -3,10 +3,15 @@
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.fabric import Fabric
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
+from microclip import Clipper
 from microclip.integrations.lightning import MicrobatchClip
 
 import properties
@@ -23,7 +28,7 @@ class Watched(torch.optim.SGD):
         self.model = model
 
     def step(self, closure=None):
-        loss = closure()
+        loss = None if closure is None else closure()  # with scaled losses it has been called
         self.model.seen.append([p.grad.clone() for p in self.model.parameters()])
         super().step()
         return loss
@@ -50,12 +55,32 @@ def data():
 
 
 def trainer(folder, callbacks, **options):
-    options = {"max_epochs": 1, "accumulate_grad_batches": 4, **options}
+    defaults = {"max_epochs": 1, "accumulate_grad_batches": 4, "enable_checkpointing": False}
+    options = {**defaults, **options}
     return pl.Trainer(
         accelerator="cpu", devices=1, logger=False, enable_progress_bar=False,
-        enable_model_summary=False, enable_checkpointing=False, callbacks=callbacks,
+        enable_model_summary=False, callbacks=callbacks,
         default_root_dir=folder, **options,
     )  # fmt: skip
+
+
+class Resumable(DataLoader):
+    """Goes on where it was; Lightning begins anew with loaders that cannot."""
+
+    seen = start = 0
+
+    def __iter__(self):
+        self.seen = self.start
+        for batch in list(super().__iter__())[self.start :]:
+            self.seen += 1
+            yield batch
+        self.start = 0
+
+    def state_dict(self):
+        return {"seen": self.seen}
+
+    def load_state_dict(self, state):
+        self.start = state["seen"]
 
 
 def fit(folder, model, **options):
@@ -130,3 +155,113 @@ class TestCallback:
             weights_only=False,
         )
         assert again.clipper.step == 6
+
+    def test_resuming_in_an_epoch_gives_the_same_weights(self, tmp_path):
+        weights = []
+        for resumed in (False, True):
+            loader = Resumable(TensorDataset(*data()), batch_size=2)
+            model, callback = Model(lr=0.1), MicrobatchClip()
+            keep = ModelCheckpoint(tmp_path, every_n_train_steps=2, save_top_k=-1)
+            run = trainer(tmp_path, [callback, keep], enable_checkpointing=True)
+            path = next(iter(tmp_path.glob("*step=2.ckpt"))) if resumed else None
+            run.fit(model, loader, ckpt_path=path, weights_only=False)
+            assert callback.clipper.step == 3
+            assert len(model.seen) == (1 if resumed else 3)
+            weights.append([p.detach().clone() for p in model.parameters()])
+        for one, other in zip(*weights, strict=True):
+            assert torch.equal(one, other)
+
+    def test_losses_are_scaled_and_unscaled(self, tmp_path):
+        """Lightning unscales before on_before_optimizer_step: finishing there would be too late."""
+        model = Model()
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        plugin = MixedPrecision("16-mixed", "cpu", scaler)
+        callback, _ = fit(tmp_path, model, plugins=[plugin])
+        assert len(model.seen) == 3
+        for window, found in enumerate(model.seen):
+            properties.assert_close(found, twin(model, window), 0.02)
+        assert float(callback.clipper.outcome.norms.max()) < 10  # not a thousand times that
+
+    def test_batches_have_names_domains_and_losses(self, tmp_path):
+        x, y = data()
+        numbered = TensorDataset(x, y, torch.arange(COUNT))
+        callback = MicrobatchClip(
+            ids=lambda batch: batch[2], domain=lambda batch: int(batch[2][0]) % 4
+        )
+        model = Model()
+        run = trainer(tmp_path, [callback])
+        run.fit(model, DataLoader(numbered, batch_size=2))
+        outcome = callback.clipper.outcome
+        assert outcome.ids == ((16, 17), (18, 19), (20, 21))
+        assert outcome.domains == (0, 2, 0)
+        wanted = F.cross_entropy(model.net(x[16:]), y[16:])
+        assert outcome.loss.item() == pytest.approx(wanted.item(), rel=1e-5)
+
+    def test_an_exception_leaves_no_half_step(self, tmp_path):
+        class Failing(Model):
+            def training_step(self, batch, batch_idx):
+                if batch_idx == 2:
+                    raise RuntimeError("no such example")
+                return super().training_step(batch, batch_idx)
+
+        callback = MicrobatchClip()
+        run = trainer(tmp_path, [callback])
+        with pytest.raises(RuntimeError, match="no such example"):
+            run.fit(Failing(), DataLoader(TensorDataset(*data()), batch_size=2))
+        assert callback.clipper.state_dict()["step"] == 0  # it would refuse half a step
+
+    def test_other_strategies_are_refused(self, tmp_path):
+        model, callback = Model(), MicrobatchClip()
+        run = trainer(tmp_path, [callback])
+        run._accelerator_connector.strategy = DeepSpeedStrategy.__new__(DeepSpeedStrategy)
+        with pytest.raises(NotImplementedError, match="DeepSpeedStrategy .* Use DDP"):
+            callback.on_train_start(run, model)
+
+
+@pytest.mark.filterwarnings("ignore")
+class TestPlainObject:
+    def test_manual_optimization(self, tmp_path):
+        """b = 2 in batches of 8: the same windows as the callback's."""
+
+        class Manual(Model):
+            def __init__(self):
+                super().__init__()
+                self.automatic_optimization = False
+                self.clipper = None
+
+            def training_step(self, batch, batch_idx):
+                self.clipper = self.clipper or Clipper(self.net, 2)
+                self.clipper.backward(lambda b: F.cross_entropy(self.net(b[0]), b[1]), batch)
+                self.seen.append([p.grad.clone() for p in self.parameters()])
+                self.zero_grad()
+
+        model = Manual()
+        run = trainer(tmp_path, [], accumulate_grad_batches=1)
+        run.fit(model, DataLoader(TensorDataset(*data()), batch_size=8))
+        assert len(model.seen) == 3
+        for window, found in enumerate(model.seen):
+            properties.assert_close(found, twin(Model(), window), 1e-5)
+
+    def test_fabric(self):
+        fabric = Fabric(accelerator="cpu", devices=1)
+        plain = Model()
+        model, _ = fabric.setup(plain.net, torch.optim.SGD(plain.net.parameters(), lr=0.1))
+        x, y = data()
+        clipper = Clipper(model, 2)
+        clipper.backward(lambda b: F.cross_entropy(model(b[0]), b[1]), (x[:8], y[:8]))
+        properties.assert_close([p.grad for p in plain.parameters()], twin(Model(), 0), 1e-5)
+
+    def test_fabric_in_mixed_precision(self):
+        """Fabric wants to call backward itself; then it is fold() after each."""
+        fabric = Fabric(accelerator="cpu", devices=1, precision="bf16-mixed")
+        plain = Model()
+        model, _ = fabric.setup(plain.net, torch.optim.SGD(plain.net.parameters(), lr=0.1))
+        x, y = data()
+        clipper = Clipper(model)
+        for start in range(0, 8, 2):
+            with clipper.local():
+                rows = slice(start, start + 2)
+                fabric.backward(F.cross_entropy(model(x[rows]), y[rows]))
+                clipper.fold(size=2)
+        clipper.finish()
+        properties.assert_close([p.grad for p in plain.parameters()], twin(Model(), 0), 0.05)

@@ -71,7 +71,8 @@ class MicrobatchClip(pl.Callback):
                 "With manual optimization a callback does not see when a step ends. Call "
                 "microclip.Clipper(self, microbatch_size).backward(...) in training_step instead."
             )
-        if not isinstance(trainer.strategy, DDPStrategy | SingleDeviceStrategy):
+        known = isinstance(trainer.strategy, DDPStrategy | SingleDeviceStrategy)
+        if not known or trainer.strategy.handles_gradient_accumulation:  # DeepSpeed's is a DDP's
             raise NotImplementedError(
                 f"{type(trainer.strategy).__name__} reduces gradients before a callback sees them. "
                 "Use DDP, or microclip.Clipper with manual optimization."
