@@ -1,14 +1,15 @@
 """The paper's convergence theory, computed, checked and corrected.
 
-`rates`, `conditions` and `lemmas` are the paper's statements as printed; `counterexamples` shows
-where they fail, `corrected` what holds instead; `simulator` trains under the very assumptions of
-the theorems, so that one sees bounds hold or fail. `symbols` explains the letters.
+`rates`, `conditions`, `lemmas` and `steps` are the paper's statements as printed;
+`counterexamples` shows where they fail, `corrected` what holds instead; `simulator` trains under
+the very assumptions of the theorems, so that one sees bounds hold or fail. `symbols` explains the
+letters.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from microclip.theory import conditions, corrected, counterexamples, lemmas, rates, symbols
+from microclip.theory import conditions, corrected, counterexamples, lemmas, rates, steps, symbols
 from microclip.theory.bound import Bound
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ __all__ = [
     "lemmas",
     "rates",
     "simulator",
+    "steps",
     "symbols",
 ]
 

@@ -63,10 +63,7 @@ def dragger_limit(T: int, epsilon: float, *, as_printed: bool = False) -> float:
     if epsilon == 0:
         return math.inf
     square = 1 - epsilon**2 if as_printed else (1 - epsilon) ** 2
-    room = 2 * (1 - epsilon) * math.sqrt(T) - square
-    if room < 0:
-        raise ValueError(f"At T = {T} and epsilon = {epsilon:g} no C satisfies the condition.")
-    return math.sqrt(room) / epsilon
+    return math.sqrt(2 * (1 - epsilon) * math.sqrt(T) - square) / epsilon
 
 
 def chosen_dragger_limit(T: int, epsilon: float, *, as_printed: bool = False) -> float:

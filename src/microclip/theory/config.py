@@ -58,7 +58,7 @@ class TheoryConfig:
     claims: bool = False
     """Also print the paper's statements that fail, each with an instance."""
     simulate: bool = False
-    """Also train a quadratic that keeps all assumptions, at every b: milliseconds per step and b."""
+    """Also train a quadratic that keeps all assumptions, at every b; some milliseconds a step."""
 
     def __post_init__(self) -> None:
         check(

@@ -51,15 +51,11 @@ def dragger_limit(*, T: int, B: int, epsilon: float) -> float:
     2.081666
     """
     check(T=T, B=B, epsilon=epsilon)
-    room = (1 - epsilon) * math.sqrt(T) - second_moment(B=B, epsilon=epsilon, C=0.0)
-    if room < 0:
-        raise ValueError(
-            f"At T = {T}, B = {B} and epsilon = {epsilon:g} no C satisfies the condition: "
-            "take more steps."
-        )
-    return (
-        math.inf if epsilon == 0 else math.sqrt(room / (epsilon**2 + epsilon * (1 - epsilon) / B))
-    )
+    if epsilon == 0:
+        return math.inf
+    # not negative: at T = 1 it is (1-epsilon) epsilon (1 - 1/B)
+    room = max(0.0, (1 - epsilon) * math.sqrt(T) - second_moment(B=B, epsilon=epsilon, C=0.0))
+    return math.sqrt(room / (epsilon**2 + epsilon * (1 - epsilon) / B))
 
 
 def sgd_with_draggers(
