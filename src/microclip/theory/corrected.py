@@ -20,6 +20,8 @@ from microclip.theory.symbols import check, check_order
 __all__ = [
     "averaging",
     "dragger_limit",
+    "drift",
+    "drift_symmetric",
     "isolation",
     "micro_batch_clipping",
     "micro_batch_clipping_symmetric",
@@ -136,6 +138,37 @@ def averaging(*, b: int, epsilon: float, c: float) -> float:
     """
     check(b=b, epsilon=epsilon, c=c)
     return 2 * sum(p * _noise(a, q, b, c) for p, a, q in _mixtures(b, epsilon))
+
+
+def drift(*, g: float, b: int, epsilon: float, c: float, C: float, sigma: float) -> float:
+    """Return what a normalised step gains at least along g, whatever the noise; g is |g|.
+
+    g . E[g^/|g^|]  >=  A_b |g| - sigma beta_b
+
+    >>> drift(g=2.0, b=1, epsilon=0.5, c=1.0, C=1.0, sigma=0.5)  # .5 * 2 - .5 * 1
+    0.5
+    """
+    check(sigma=sigma)
+    check_order(c, C)
+    return isolation(b=b, epsilon=epsilon, C=C) * g - sigma * averaging(b=b, epsilon=epsilon, c=c)
+
+
+def drift_symmetric(*, g: float, b: int, epsilon: float, c: float, C: float, sigma: float) -> float:
+    """Return what a normalised step gains at least along g if noise is symmetric; g is |g|.
+
+    g . E[g^/|g^|]  >=  sum_m p_m A_m max(0, |g| - sigma r_m)
+
+    with p_m, A_m and r_m of `micro_batch_clipping_symmetric`. It is never negative.
+
+    >>> drift_symmetric(g=2.0, b=1, epsilon=0.5, c=1.0, C=1.0, sigma=0.5)  # .5 * (2 - .5)
+    0.75
+    """
+    check(b=b, epsilon=epsilon, sigma=sigma)
+    check_order(c, C)
+    return sum(
+        p * _cosine(a, q, C) * max(0.0, g - sigma * _noise(a, q, b, c))
+        for p, a, q in _mixtures(b, epsilon)
+    )
 
 
 def micro_batch_clipping(
