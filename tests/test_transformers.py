@@ -1,10 +1,18 @@
 """The Trainer of transformers, the real one: its gradients are those of the slow twin."""
 
+import json
+import pickle
+
 import pytest
 import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import Trainer
 
+from microclip import Ledger
 from microclip.integrations.transformers import ClippedTrainerMixin
+from microclip.ledger import open_ledger
 
 import properties
 import reference
@@ -132,3 +140,38 @@ def test_the_mixin_keeps_what_a_trainer_does(tmp_path):
     trainer(tmp_path, model, data, kind=Clipped, b=2, watch=[watch]).train()
     twin = wanted(model, data, windows(4, 2)[0], 2)
     properties.assert_close(watch.gradients[0], [None if g is None else 2 * g for g in twin], 1e-5)
+
+
+def test_trackers_get_the_figures(tmp_path, monkeypatch):
+    """What TensorBoard is sent, read back from its files."""
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "board"))
+    options = {"logging_strategy": "steps", "logging_steps": 1, "report_to": "tensorboard"}
+    trainer(tmp_path, bert(), examples("bert"), b=2, **options).train()
+    (folder,) = {path.parent for path in (tmp_path / "board").rglob("events.*")}
+    board = EventAccumulator(str(folder)).Reload()
+    for name in ("bound", "mean_weight", "norm_q50", "effective_sample_size", "update_kept"):
+        (tag,) = [tag for tag in board.Tags()["scalars"] if tag.endswith(f"microclip/{name}")]
+        assert [event.step for event in board.Scalars(tag)] == [1, 2, 3]
+
+
+def test_the_arguments_stay_the_trainers(tmp_path):
+    """What is new is not in them, so whatever reads or stores them goes on working."""
+    run = trainer(tmp_path, bert(), examples("bert"), b=2)
+    assert json.loads(run.args.to_json_string())["per_device_train_batch_size"] == 4
+    assert pickle.loads(pickle.dumps(run.args)).to_dict() == run.args.to_dict()
+
+
+def test_deepspeed_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(Accelerator, "distributed_type", DistributedType.DEEPSPEED)
+    with pytest.raises(NotImplementedError, match="DeepSpeed .* Use DDP or FSDP2"):
+        trainer(tmp_path, bert(), examples("bert"), b=2)
+
+
+def test_a_ledger_records_the_examples(tmp_path):
+    data = [{**e, "number": 100 + i} for i, e in enumerate(examples("bert"))]
+    ledger = Ledger(tmp_path / "ledger")
+    run = trainer(tmp_path, bert(), data, b=2, clip={"id_column": "number", "ledger": ledger})
+    run.train()
+    rows = [r for part in open_ledger(ledger.path).microbatches() for r in part.to_pylist()]
+    assert sorted(i for row in rows for i in row["ids"]) == list(range(100, 122))
+    assert {row["step"] for row in rows} == {0, 1, 2}

@@ -4,6 +4,11 @@
 Knows outcomes and files; who drags, and what it looks like, is found out elsewhere.
 """
 
+try:
+    import pyarrow as _pyarrow  # noqa: F401
+except ImportError as error:
+    raise ImportError("microclip.ledger needs pyarrow: pip install 'microclip[ledger]'") from error
+
 from microclip.ledger.read import Record, open_ledger
 from microclip.ledger.write import Ledger
 
