@@ -8,15 +8,17 @@ from microclip.clipper import Clipper
 from microclip.outcome import Outcome
 
 if TYPE_CHECKING:
-    from microclip import ledger, theory
+    from microclip import draggers, guard, ledger, theory
     from microclip.ledger import Ledger
 
 __version__ = "0.1.0.dev0"
-__all__ = ["Clipper", "Ledger", "Outcome", "ledger", "rules", "theory"]
+__all__ = ["Clipper", "Ledger", "Outcome", "draggers", "guard", "ledger", "rules", "theory"]
 
 # What needs an extra is imported when it is asked for: a module, and perhaps a name in it.
 _LATER = {
     "Ledger": ("microclip.ledger", "Ledger"),
+    "draggers": ("microclip.draggers", None),
+    "guard": ("microclip.guard", None),
     "ledger": ("microclip.ledger", None),
     "theory": ("microclip.theory", None),
 }

@@ -1,0 +1,338 @@
+"""The domain guard: does clipping hold a whole domain back?
+
+Clipping weighs examples down whose gradients are long. If those of one domain (a task, a language,
+a source) are longer than those of others, that domain loses its share, step by step, without
+anything being wrong with it. From a ledger, this room says which, by how much, and since when.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from microclip.draggers.relative import LIMIT, log_norms
+from microclip.draggers.roster import Numbers, Roster
+from microclip.draggers.series import Values
+from microclip.draggers.source import LedgerLike, Source
+from microclip.draggers.steps import column, members, whole_steps
+
+BINS = 10  # of time, in the table over time
+BLOCKS = 6 * BINS  # of neighbouring steps, which the bootstrap draws whole
+DRAWS = 2000
+CELLS = 700  # of the histograms that quantiles are read from: 0.02 each
+COLUMNS = ("step", "ids", "size", "norm", "weight", "domain", "skipped")
+
+DomainOf = Mapping[Any, Hashable] | Callable[[Any], Hashable]
+
+
+class DomainWarning(UserWarning):
+    """A domain is held back systematically."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A domain that is held back."""
+
+    domain: str
+    ratio: float  # its share of the weight over its share of the examples
+    low: float
+    high: float
+    steps: int  # in which it stood beside others
+    message: str
+
+    def __str__(self) -> str:
+        return self.message
+
+
+@dataclass(frozen=True, eq=False)
+class Report:
+    """What the guard saw.
+
+    Attributes:
+        domains: A table with a row per domain, the one most held back first: examples (how many,
+            every appearance counted), example_share, weight_share, ratio with low and high,
+            steps, suppression, and quantiles of log(norm / median norm of the step).
+        over_time: The same for each of ten stretches of training, without intervals.
+        findings: The domains that are held back, the worst first.
+    """
+
+    domains: pa.Table
+    over_time: pa.Table
+    findings: tuple[Finding, ...]
+
+    def __str__(self) -> str:
+        if self.findings:
+            return "\n".join(map(str, self.findings))
+        return f"None of the {len(self.domains)} domains is held back."
+
+
+def check(
+    ledger: LedgerLike,
+    domain_of: DomainOf | None = None,
+    *,
+    below: float = 0.8,
+    min_steps: int = 100,
+) -> Report:
+    """Compare every domain's share of the weight with its share of the examples.
+
+    Only steps with examples of two domains or more are looked at: there is nothing to compare in
+    others. A warning is given for each domain of which the whole 95 % interval of the ratio lies
+    below `below`, after at least `min_steps` steps. Intervals come from a bootstrap over blocks of
+    neighbouring steps, since steps close to each other are alike.
+
+    Args:
+        ledger: The folder of a ledger, or a `microclip.Ledger`, or what `open_ledger` returned.
+        domain_of: From an example's id to its domain, a mapping or a function, for runs that were
+            trained without `domains=`.
+        below: A ratio from which on a domain counts as held back.
+        min_steps: How many steps it takes to say so.
+    """
+    if not 0 < below <= 1:
+        raise ValueError(f"below must be a ratio between 0 and 1, but got {below!r}.")
+    source = Source.open(ledger)
+    names = _Names(source, domain_of)
+    sums = _Sums(source)
+    for table in whole_steps(source.microbatches, COLUMNS):
+        sums.add(table, names)
+    report = _report(sums, names, below, min_steps, clipped_by_domain=domain_of is None)
+    for finding in report.findings:
+        warnings.warn(finding.message, DomainWarning, stacklevel=2)
+    return report
+
+
+class _Names:
+    """The domains, numbered, and which rows or examples are of which."""
+
+    def __init__(self, source: Source, domain_of: DomainOf | None) -> None:
+        self.source, self.domain_of = source, domain_of
+        self.names: list[str] = []
+        self._numbers: dict[str, int] = {}
+        self._roster = Roster(source.integers)
+        self._of_example = np.zeros(0, dtype=np.int64)
+
+    def entries(self, table: pa.Table) -> tuple[Numbers, Numbers, Numbers]:
+        """Return rows, the domains that are in them, and with how many examples."""
+        if self.domain_of is None:
+            rows = np.arange(len(table))
+            return rows, self._of_rows(table), table["size"].to_numpy().astype(np.int64)
+        ids, sizes = members(table)
+        examples = self._roster.enter(ids)
+        new = self._roster.ids.slice(len(self._of_example)).to_pylist()
+        numbers = np.array([self._number(self._ask(one)) for one in new], dtype=np.int64)
+        self._of_example = np.concatenate([self._of_example, numbers])
+        rows = np.repeat(np.arange(len(table)), sizes)
+        return rows, self._of_example[examples], np.ones(len(rows), dtype=np.int64)
+
+    def _of_rows(self, table: pa.Table) -> Numbers:
+        coded = column(table, "domain").dictionary_encode(null_encoding="encode")
+        given = coded.dictionary.to_pylist()
+        if given == [None] and not self.names:
+            raise ValueError(
+                f"The ledger {self.source.path} has no domains: it was trained without domains=. "
+                "Say which example is of which: check(ledger, domain_of=...), a mapping or a "
+                "function from id to domain."
+            )
+        places = np.array([self._number(name) for name in given], dtype=np.int64)
+        numbers: Numbers = places[coded.indices.to_numpy()]
+        return numbers
+
+    def _ask(self, one: Any) -> Hashable:
+        assert self.domain_of is not None
+        if callable(self.domain_of):
+            return self.domain_of(one)
+        try:
+            return self.domain_of[one]
+        except KeyError:
+            raise ValueError(
+                f"domain_of has no entry for the id {one!r}, which is in the ledger. Its ids are "
+                f"{'integers' if self.source.integers else 'strings'}."
+            ) from None
+
+    def _number(self, name: Hashable) -> int:
+        text = str(name)
+        if text not in self._numbers:
+            self._numbers[text] = len(self.names)
+            self.names.append(text)
+        return self._numbers[text]
+
+
+class _Sums:
+    """Sums by block of steps and domain; memory goes by the number of domains."""
+
+    def __init__(self, source: Source) -> None:
+        self.steps = source.steps
+        shape = (BLOCKS, 0)
+        self.weight, self.example = np.zeros(shape), np.zeros(shape)  # shares, added up over steps
+        self.suppression, self.count = np.zeros(shape), np.zeros(shape)
+        self.beside = np.zeros(shape)  # steps that a domain was in, beside others
+        self.cells = np.zeros((BINS, 0, CELLS))
+
+    def add(self, table: pa.Table, names: _Names) -> None:
+        rows, domains, counts = names.entries(table)
+        total = len(names.names)
+        self._grow(total)
+        _, steps = np.unique(table["step"].to_numpy(), return_inverse=True)
+        norms = log_norms(table["norm"].to_numpy(), steps)
+        weights = table["weight"].to_numpy()
+        usable = np.isfinite(weights) & ~table["skipped"].to_numpy() & ~np.isnan(norms)
+        chosen = usable[rows]
+        rows, domains, counts = rows[chosen], domains[chosen], counts[chosen]
+        chosen = _mixed(steps[rows], domains, counts * weights[rows])
+        rows, domains, counts = rows[chosen], domains[chosen], counts[chosen]
+        if not len(rows):
+            return
+        step, given = steps[rows], counts * weights[rows]
+        highest = np.zeros(int(steps.max()) + 1)
+        np.maximum.at(highest, step, weights[rows])
+        ago = table["step"].to_numpy()[rows] - self.steps.start
+        place = ago * BLOCKS // len(self.steps) * total + domains
+
+        def summed(values: Values) -> Values:
+            found = np.bincount(place, values, BLOCKS * total).reshape(BLOCKS, total)
+            return found.astype(np.float64, copy=False)
+
+        self.weight += summed(given / np.bincount(step, given)[step])
+        self.example += summed(counts / np.bincount(step, counts)[step])
+        self.suppression += summed(counts * (1 - weights[rows] / highest[step]))
+        self.count += summed(counts.astype(np.float64))
+        _, first = np.unique(step * total + domains, return_index=True)
+        self.beside += np.bincount(place[first], minlength=BLOCKS * total).reshape(BLOCKS, total)
+        cell = ((norms[rows] + LIMIT) / (2 * LIMIT) * CELLS).astype(np.int64).clip(0, CELLS - 1)
+        time = ago * BINS // len(self.steps)
+        flat = (time * total + domains) * CELLS + cell
+        self.cells += np.bincount(flat, counts, BINS * total * CELLS).reshape(BINS, total, CELLS)
+
+    def _grow(self, total: int) -> None:
+        more = total - self.weight.shape[1]
+        for name in ("weight", "example", "suppression", "count", "beside"):
+            setattr(self, name, np.pad(getattr(self, name), ((0, 0), (0, more))))
+        self.cells = np.pad(self.cells, ((0, 0), (0, more), (0, 0)))
+
+
+def _mixed(steps: Numbers, domains: Numbers, given: Values) -> npt.NDArray[np.bool_]:
+    """Say which entries are of steps that have two domains or more, and any weight at all."""
+    count = int(domains.max(initial=0)) + 1
+    pairs = np.unique(steps * count + domains)
+    length = int(steps.max(initial=0)) + 1
+    several = np.bincount(pairs // count, minlength=length) > 1
+    found: npt.NDArray[np.bool_] = (several & (np.bincount(steps, given, length) > 0))[steps]
+    return found
+
+
+def _report(
+    sums: _Sums, names: _Names, below: float, min_steps: int, clipped_by_domain: bool
+) -> Report:
+    low, high = _bootstrap(sums)
+    columns = _columns(sums, slice(None))
+    steps = sums.beside.sum(0).astype(np.int64)
+    table = pa.table(
+        {
+            "domain": pa.array(names.names, pa.string()),
+            **columns,
+            "low": _array(low),
+            "high": _array(high),
+            "steps": steps,
+        }
+    ).sort_by([("ratio", "ascending"), ("domain", "ascending")])
+    findings = tuple(
+        _finding(row, clipped_by_domain)
+        for row in table.to_pylist()
+        if row["high"] is not None and row["high"] < below and row["steps"] >= min_steps
+    )
+    return Report(table, _over_time(sums, names), findings)
+
+
+def _over_time(sums: _Sums, names: _Names) -> pa.Table:
+    each = BLOCKS // BINS
+    start, length = sums.steps.start, len(sums.steps)
+    tables = []
+    for time in range(BINS):
+        first, last = (start - (-length * t // BINS) for t in (time, time + 1))
+        total = len(names.names)
+        tables.append(
+            pa.table(
+                {
+                    "time": np.full(total, time),
+                    "first_step": np.full(total, first),
+                    "last_step": np.full(total, last - 1),
+                    "domain": pa.array(names.names, pa.string()),
+                    **_columns(sums, slice(time * each, (time + 1) * each), time),
+                }
+            )
+        )
+    return pa.concat_tables(tables)
+
+
+def _columns(sums: _Sums, blocks: slice, time: int | None = None) -> dict[str, Any]:
+    weight, example = sums.weight[blocks].sum(0), sums.example[blocks].sum(0)
+    count = sums.count[blocks].sum(0)
+    cells = sums.cells.sum(0) if time is None else sums.cells[time]
+    quantiles = {f"log_norm_{int(100 * q)}": _array(_quantile(cells, q)) for q in (0.1, 0.5, 0.9)}
+    return {
+        "examples": count.astype(np.int64),
+        "example_share": _array(_divide(example, example.sum())),
+        "weight_share": _array(_divide(weight, weight.sum())),
+        "ratio": _array(_divide(weight, example)),
+        "suppression": _array(_divide(sums.suppression[blocks].sum(0), count)),
+        **quantiles,
+    }
+
+
+def _bootstrap(sums: _Sums) -> tuple[Values, Values]:
+    """Return 95 % intervals of the ratios, blocks of steps drawn again and again."""
+    there = sums.example.sum(1) > 0
+    weight, example = sums.weight[there], sums.example[there]
+    nothing = np.full(weight.shape[1], np.nan)
+    if len(weight) < 2:
+        return nothing, nothing
+    draw = np.random.default_rng(0)  # the same ledger, the same answer
+    times = draw.multinomial(len(weight), np.full(len(weight), 1 / len(weight)), DRAWS)
+    ratios = _divide(times @ weight, times @ example)
+    known = ~np.isnan(ratios).any(0)
+    low, high = nothing.copy(), nothing.copy()
+    low[known], high[known] = np.quantile(ratios[:, known], (0.025, 0.975), axis=0)
+    return low, high
+
+
+def _finding(row: dict[str, Any], clipped_by_domain: bool) -> Finding:
+    remedy = (
+        "It has a bound of its own (domains=), so its norms differ more among themselves than "
+        "those of other domains: a larger microbatch_size evens them out."
+        if clipped_by_domain
+        else "Remedy: give domains= to Clipper.backward(), so that each domain has its own bound."
+    )
+    message = (
+        f"Clipping holds the domain {row['domain'][:100]!r} back: it has "
+        f"{100 * row['example_share']:.1f} % of the examples and "
+        f"{100 * row['weight_share']:.1f} % of the weight, {row['ratio']:.2f} times its share "
+        f"(95 % interval {row['low']:.2f} to {row['high']:.2f}, {row['steps']} steps). Half of its "
+        f"gradients are longer than {np.exp(row['log_norm_50']):.2g} times the median of their "
+        f"step. {remedy}"
+    )
+    return Finding(row["domain"], row["ratio"], row["low"], row["high"], row["steps"], message)
+
+
+def _quantile(cells: Values, q: float) -> Values:
+    """Return the middle of the cell up to which a share q of the examples lies."""
+    total = cells.sum(1)
+    reached = cells.cumsum(1) >= q * total[:, None]
+    middle = (reached.argmax(1) + 0.5) / CELLS * 2 * LIMIT - LIMIT
+    found: Values = np.where(total > 0, middle, np.nan)
+    return found
+
+
+def _divide(above: Values, under: Any) -> Values:
+    under = np.broadcast_to(under, above.shape)
+    result = np.full(above.shape, np.nan)
+    np.divide(above, under, out=result, where=under > 0)
+    return result
+
+
+def _array(values: Values) -> pa.Array:
+    return pa.array(values, from_pandas=True)

@@ -1,0 +1,54 @@
+"""Ledgers written by hand: a step is a list of micro-batches, each with its examples and norm."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from microclip import Outcome
+from microclip.ledger import Ledger
+
+
+@dataclass(frozen=True)
+class Row:
+    """A micro-batch, and what is known of it."""
+
+    ids: Sequence[Any]
+    norm: float
+    weight: float = 1.0
+    domain: Any = None
+    loss: float | None = None  # of the micro-batch
+    losses: Sequence[float] | None = None  # of its examples
+
+
+def outcome(step: int, rows: Sequence[Row]) -> Outcome:
+    def column(values: Sequence[float]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.float64)
+
+    norms = column([row.norm for row in rows])
+    each = [loss for row in rows for loss in row.losses or ()]
+    means = [sum(r.losses) / len(r.losses) if r.losses else r.loss for r in rows]
+    told = all(mean is not None for mean in means)
+    return Outcome(
+        step=step,
+        loss=column(means).mean() if told else None,
+        losses=column(means) if told else None,
+        example_losses=column(each) if each else None,
+        norms=norms,
+        weights=column([row.weight for row in rows]),
+        bounds=torch.ones_like(norms),
+        sizes=torch.tensor([len(row.ids) for row in rows]),
+        skipped=~norms.isfinite(),
+        domains=tuple(row.domain for row in rows),
+        ids=tuple(tuple(row.ids) for row in rows),
+        engine="stream",
+    )
+
+
+def write(path, steps: Sequence[Sequence[Row]], rank: int = 0, **options: Any):
+    """Write a ledger; `steps` are numbered from 0."""
+    with Ledger(path, **options) as ledger:
+        for step, rows in enumerate(steps):
+            ledger.record(outcome(step, rows), rank=rank)
+    return path
