@@ -436,5 +436,5 @@ class TestErrors:
     def test_strangers(self, tmp_path):
         steps = [[Row([0], 1.0), Row([1], 2.0), Row([2], 9.0)]]
         found = draggers.score(write(tmp_path, steps))
-        with pytest.raises(ValueError, match="1 of the 1 ids.*instance 2. The ledger's ids are int"):
+        with pytest.raises(ValueError, match="1 of the 1 ids.*instance 2.*ids are integers"):
             found.kept_ids(n=1, all_ids=["0", "1", "2"])
