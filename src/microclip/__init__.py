@@ -10,9 +10,21 @@ from microclip.outcome import Outcome
 if TYPE_CHECKING:
     from microclip import draggers, guard, ledger, theory
     from microclip.ledger import Ledger
+    from microclip.probing import ProbeEvery, probe
 
 __version__ = "0.1.0.dev0"
-__all__ = ["Clipper", "Ledger", "Outcome", "draggers", "guard", "ledger", "rules", "theory"]
+__all__ = [
+    "Clipper",
+    "Ledger",
+    "Outcome",
+    "ProbeEvery",
+    "draggers",
+    "guard",
+    "ledger",
+    "probe",
+    "rules",
+    "theory",
+]
 
 # What needs an extra is imported when it is asked for: a module, and perhaps a name in it.
 _LATER = {
@@ -20,6 +32,8 @@ _LATER = {
     "draggers": ("microclip.draggers", None),
     "guard": ("microclip.guard", None),
     "ledger": ("microclip.ledger", None),
+    "ProbeEvery": ("microclip.probing", "ProbeEvery"),
+    "probe": ("microclip.probing", "probe"),
     "theory": ("microclip.theory", None),
 }
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import microclip
 from microclip.demo.config import DemoConfig
+from microclip.probing.config import ProbeConfig
 from microclip.theory.config import TheoryConfig
 
 ABOUT = """Adaptive micro-batch clipping for PyTorch: train better on data that is not clean.
@@ -21,6 +22,8 @@ ABOUT = """Adaptive micro-batch clipping for PyTorch: train better on data that 
 See it at work, in about two minutes:  microclip demo
 
 What the theory says of each micro-batch size:  microclip theory
+
+What each micro-batch size would do to your model:  microclip probe --task module:function
 
 What a command does and which options it takes:  microclip demo --help
 
@@ -50,6 +53,15 @@ def demo(config: DemoConfig) -> None:
     show(config)
 
 
+def probe(config: ProbeConfig) -> None:
+    """Carry out `microclip probe`."""
+    if config.plot is not None:
+        require("plot")
+    from microclip.probing.command import show
+
+    show(config)
+
+
 def theory(config: TheoryConfig) -> None:
     """Carry out `microclip theory`."""
     from microclip.theory.command import show
@@ -59,6 +71,7 @@ def theory(config: TheoryConfig) -> None:
 
 COMMANDS = {
     "demo": Command(DemoConfig, "demo", demo),
+    "probe": Command(ProbeConfig, "cli", probe),
     "theory": Command(TheoryConfig, "plot", theory),
 }
 

@@ -91,7 +91,7 @@ def _blocks(one: Uses, other: Uses, block_bytes: int) -> Iterator[_Block]:
     tables = [use for use in (*one, *other) if isinstance(use, Lines)]
     kept = None
     if len(tables) == len(one) + len(other):  # of a table, only the lines that were looked up
-        kept = torch.cat([use.indices.flatten() for use in tables]).unique()
+        kept = _distinct(torch.cat([use.indices.flatten() for use in tables]))
         lines = len(kept)
     each = max(_examples(one), _examples(other)) * width * 8  # float64, or complex numbers
     step = max(1, block_bytes // each)
@@ -132,3 +132,11 @@ def _examples(uses: Uses) -> int:
 
 def _wide(tensor: Tensor) -> Tensor:
     return tensor.to(multitensor.accumulation_dtype(tensor))
+
+
+def _distinct(values: Tensor) -> Tensor:
+    """Return each value once, in ascending order."""
+    ordered = values.sort().values
+    new = torch.ones_like(ordered, dtype=torch.bool)
+    new[1:] = ordered[1:] != ordered[:-1]
+    return ordered[new]
