@@ -223,6 +223,8 @@ class Clipper:
         deposit(parameters, gradients)
         self.outcome = tally.outcome(engine.name if engine else "none", notes)
         self.step += 1
+        if self.ledger is not None:
+            self.ledger.record(self.outcome)
         if tally.left_out and not self._warned:
             self._warned = True
             warnings.warn(
@@ -232,8 +234,6 @@ class Clipper:
                 RuntimeWarning,
                 stacklevel=3,
             )
-        if self.ledger is not None:
-            self.ledger.record(self.outcome)
         return self.outcome
 
     def _result(

@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from microclip.ledger import parts
 from microclip.ledger.schema import TABLES
 
 FORMAT = "microclip-ledger"
@@ -21,6 +22,8 @@ def create(folder: Path, options: dict[str, Any]) -> None:
     from microclip import __version__
 
     try:
+        if not (folder / NAME).exists():
+            expect_no_remains(folder)
         for table in TABLES:
             (folder / table).mkdir(parents=True, exist_ok=True)
         if (folder / NAME).exists():
@@ -62,3 +65,18 @@ def read(folder: Path) -> dict[str, Any]:
             f"version {VERSION}. Use the microclip that wrote it ({said.get('microclip')!r})."
         )
     return said
+
+
+def expect_no_remains(folder: Path) -> None:
+    """Refuse a folder that was a ledger, and has lost what says so."""
+    for table in TABLES:
+        if parts.find(folder / table):
+            raise deleted(folder, NAME)
+
+
+def deleted(folder: Path, what: str) -> ValueError:
+    """Return the error to raise for a ledger that is not all there."""
+    return ValueError(
+        f"A part of the ledger {folder} was deleted: {what} is missing. Put it back from a copy. "
+        "(The oldest parts may be removed, of both tables; not those between others.)"
+    )

@@ -43,7 +43,7 @@ def find(folder: Path, rank: int | None = None) -> list[Part]:
     """Return the parts in a table's folder, as training went; of one rank, or of all."""
     try:
         names = os.listdir(folder)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return []
     matches = (NAME.fullmatch(name) for name in names)
     parts = (Part(int(m[2]), int(m[1]), int(m[3])) for m in matches if m)

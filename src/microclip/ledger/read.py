@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -48,6 +49,15 @@ def open_ledger(path: str | os.PathLike[str]) -> Record:
     raise OSError(f"The parts of the ledger {folder} vanish while it is being opened.")
 
 
+@dataclass(frozen=True)
+class Footer:
+    """What a part says without being read."""
+
+    rows: int
+    last: int  # step; its name may say a later one, if its writer was killed while cutting it
+    said: dict[bytes, bytes]
+
+
 class Record:
     """A ledger that was opened for reading.
 
@@ -70,9 +80,10 @@ class Record:
         if not self._parts[MICROBATCHES]:
             _explain_emptiness(path, self._parts[EXAMPLES])
         footers = {part: self._footer(part) for part in self._parts[MICROBATCHES]}
-        self.rows = sum(rows for rows, _ in footers.values())
-        self.ids_are_integers = all(said.get(IDS) == b"integer" for _, said in footers.values())
-        self._expect_no_gaps({part: said for part, (_, said) in footers.items()})
+        self.rows = sum(footer.rows for footer in footers.values())
+        self.ids_are_integers = all(f.said.get(IDS) == b"integer" for f in footers.values())
+        self._last_steps = {part.place: footer.last for part, footer in footers.items()}
+        self._expect_no_gaps({part: footer.said for part, footer in footers.items()})
 
     def __repr__(self) -> str:
         steps = f"steps {self.steps.start} to {self.steps.stop - 1}"
@@ -82,7 +93,7 @@ class Record:
     def steps(self) -> range:
         """From the first step to the last."""
         found = self._parts[MICROBATCHES]
-        return range(found[0].first, max(part.last for part in found) + 1)
+        return range(found[0].first, max(self._last_steps.values()) + 1)
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -134,9 +145,15 @@ class Record:
 
     def _read(self, table: str, columns: list[str], batch_size: int) -> Iterator[pa.RecordBatch]:
         for part in self._parts[table]:
+            last = self._last_steps[part.place]
+            # a writer was killed while it took rows off both tables, and had done the one only
+            longer = part.last > last
+            needed = list(dict.fromkeys([*columns, "step"])) if longer else columns
             with self._open(table, part) as file:
                 try:
-                    for batch in file.iter_batches(batch_size, columns=columns):
+                    for batch in file.iter_batches(batch_size, columns=needed):
+                        if longer:
+                            batch = batch.filter(pc.less_equal(batch["step"], last))
                         yield self._with_ids(batch.select(columns))
                 except (pa.ArrowInvalid, OSError) as error:
                     raise parts.damaged(self.path / table / part.name, error) from error
@@ -164,9 +181,11 @@ class Record:
         parts.check_columns(path, table, file.schema_arrow)
         return file
 
-    def _footer(self, part: Part) -> tuple[int, dict[bytes, bytes]]:
+    def _footer(self, part: Part) -> Footer:
         with self._open(MICROBATCHES, part) as file:
-            return file.metadata.num_rows, metadata_of(file)
+            groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
+            last = max(group.column(0).statistics.max for group in groups)
+            return Footer(file.metadata.num_rows, last, metadata_of(file))
 
     def _expect_no_gaps(self, said: dict[Part, dict[bytes, bytes]]) -> None:
         """See that no part between two others is missing, nor examples that belong to one."""
@@ -174,17 +193,16 @@ class Record:
             own = [part for part in self._parts[MICROBATCHES] if part.rank == rank]
             for before, part in pairwise(own):
                 after = said[part].get(AFTER, b"").decode()
-                if after != str(before.last):
-                    raise _deleted(
-                        self.path, f"{MICROBATCHES}: steps {before.last + 1} to {after} of {rank=}"
-                    )
+                if after != str(self._last_steps[before.place]):
+                    gap = f"what rank {rank} recorded between {before.name} and {part.name}"
+                    raise manifest.deleted(self.path, gap)
         there = {part.place: part for part in self._parts[EXAMPLES]}
         matching = []
         for part in self._parts[MICROBATCHES]:
             if part.place in there:
                 matching.append(there[part.place])
             elif said[part].get(WITH_EXAMPLES) == b"yes":
-                raise _deleted(self.path, f"{EXAMPLES}/{part.name}")
+                raise manifest.deleted(self.path, f"{EXAMPLES}/{part.name}")
         self._parts[EXAMPLES] = matching  # others are of a flush that did not come to its end
 
 
@@ -197,8 +215,7 @@ def _expect_ledger(folder: Path) -> None:
     if not folder.is_dir():
         raise NotADirectoryError(f"A ledger is a folder, but {folder} is a file.")
     if not (folder / manifest.NAME).exists():
-        if any(parts.find(folder / table) for table in TABLES):
-            raise _deleted(folder, manifest.NAME)
+        manifest.expect_no_remains(folder)
         raise ValueError(
             f"{folder} is not a ledger: it has no {manifest.NAME}. Give the folder that "
             "Ledger(...) was given."
@@ -206,18 +223,11 @@ def _expect_ledger(folder: Path) -> None:
 
 
 def _explain_emptiness(path: Path, examples: list[Part]) -> None:
-    if examples and not any(part.first == 0 for part in examples):
-        raise _deleted(path, MICROBATCHES)
+    if len(examples) > len({part.rank for part in examples}):  # more than one unfinished flush
+        raise manifest.deleted(path, MICROBATCHES)
     raise ValueError(
         f"The ledger {path} is empty: no step has been written yet. Steps appear with a flush: "
         "every flush_every steps, with Clipper.state_dict(), and at the end."
-    )
-
-
-def _deleted(path: Path, what: str) -> ValueError:
-    return ValueError(
-        f"A part of the ledger {path} was deleted: {what} is missing. Put it back from a copy. "
-        "(The oldest parts may be removed, of both tables; not those between others.)"
     )
 
 

@@ -35,7 +35,7 @@ logger = logging.getLogger("microclip.ledger")
 class Options:
     """What a user chose about a ledger."""
 
-    flush_every: int = 1000
+    flush_every: int = 2000
     flush_seconds: float | None = 300.0
     every: int = 1
     keep_steps: int | None = None
@@ -91,7 +91,7 @@ class Ledger:
         self,
         path: str | os.PathLike[str],
         *,
-        flush_every: int = 1000,
+        flush_every: int = 2000,
         flush_seconds: float | None = 300.0,
         every: int = 1,
         keep_steps: int | None = None,
@@ -99,13 +99,12 @@ class Ledger:
     ) -> None:
         self._options = Options(flush_every, flush_seconds, every, keep_steps, examples)
         self.path = Path(path)
-        _expect_no_remains(self.path)
         manifest.create(self.path, asdict(self._options))
         manifest.read(self.path)
         self._writers: dict[int, _RankWriter] = {}
         self._rank: int | None = None  # of this process, once something has been recorded
         self._process = os.getpid()
-        self._at_end = weakref.finalize(self, _flush_all, self._writers, raising=True)
+        self._at_end = weakref.finalize(self, _flush_all, self._writers)
 
     def __repr__(self) -> str:
         return f"Ledger({str(self.path)!r})"
@@ -137,7 +136,7 @@ class Ledger:
 
     def flush(self) -> None:
         """Write what was recorded to disk. If that fails, it is kept, and tried again next time."""
-        _flush_all(self._writers, raising=True)
+        _flush_all(self._writers)
 
     def close(self) -> None:
         """Flush, and take no more."""
@@ -181,8 +180,9 @@ class _RankWriter:
         self._resumed = True  # nothing was recorded since this writer was made
         for folder in self._folders.values():
             parts.remove_leftovers(folder, rank)
-        self._written = parts.last_step(self._folders[MICROBATCHES], rank)
-        self._last = max(self._written, parts.last_step(self._folders[EXAMPLES], rank))
+        self._last = self._written = parts.last_step(self._folders[MICROBATCHES], rank)
+        # examples without their micro-batches are of a flush that did not come to its end
+        parts.cut_back(self._folders[EXAMPLES], rank, self._written + 1)
 
     def add(self, outcome: Outcome) -> None:
         step = outcome.step
@@ -194,7 +194,7 @@ class _RankWriter:
         self._waiting.append(outcome)
         self._rows += len(outcome.ids)
         if outcome.example_losses is not None:
-            self._rows += len(outcome.example_losses)
+            self._rows += outcome.example_losses.numel()
         if (
             len(self._waiting) >= self._options.flush_every
             or self._rows >= ROWS
@@ -284,23 +284,11 @@ class _RankWriter:
         return float("inf") if seconds is None else time.monotonic() + seconds
 
 
-def _flush_all(writers: dict[int, _RankWriter], raising: bool) -> None:
+def _flush_all(writers: dict[int, _RankWriter]) -> None:
     """Flush what this process has recorded; a fork has copies of what is not its own."""
     for writer in writers.values():
         if writer.process == os.getpid():
             writer.flush()
-
-
-def _expect_no_remains(path: Path) -> None:
-    """Refuse a folder that was a ledger, and has lost what says so."""
-    if (path / manifest.NAME).exists():
-        return
-    for table in TABLES:
-        if parts.find(path / table):
-            raise ValueError(
-                f"{path} holds parts of a ledger, but no {manifest.NAME}: a part of it was "
-                "deleted. Put it back from a copy, or give another folder."
-            )
 
 
 def _positive(name: str, value: object, more: str = "") -> None:
