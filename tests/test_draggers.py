@@ -63,6 +63,13 @@ class TestByHand:
         found = scores(write(tmp_path, LOSSES), "raw_loss")
         assert found == pytest.approx({"c": 4.5, "b": 1.125, "a": 0.75})
 
+    def test_late_loss(self, tmp_path):
+        """Over six steps, the last two; d was not seen in them."""
+        late = [[Row("ab", 1.0, losses=[2.0, 1.0]), Row("c", 1.0, losses=[0.0])]] * 2
+        early = [[Row("ab", 1.0, losses=[0.0, 1.0]), Row("d", 1.0, losses=[5.0])]] * 4
+        found = scores(write(tmp_path, early + late), "late_loss")
+        assert found == pytest.approx({"d": 4, "a": 1, "b": 0, "c": -1})
+
     def test_refined_takes_members_apart(self, tmp_path):
         """a is with b, then with c, and both times it is a that makes the norm."""
         steps = [
@@ -400,7 +407,12 @@ class TestErrors:
         with pytest.raises(ValueError, match="one of 'auto', 'group'.*but got 'best'"):
             draggers.score(write(tmp_path, NORMS), "best")
 
-    @pytest.mark.parametrize("method", ["loss", "raw_loss", "combined"])
+    def test_late_losses_of_microbatches(self, tmp_path):
+        steps = [[Row("a", 1.0, loss=1.0), Row("b", 1.0, loss=2.0)]]
+        with pytest.raises(ValueError, match="only those of micro-batches. Use method='loss'"):
+            draggers.score(write(tmp_path, steps), "late_loss")
+
+    @pytest.mark.parametrize("method", ["loss", "late_loss", "raw_loss", "combined"])
     def test_no_losses(self, tmp_path, method):
         with pytest.raises(ValueError, match=f"method='{method}' needs losses.*'refined'"):
             draggers.score(write(tmp_path, NORMS), method)

@@ -5,6 +5,7 @@
 | "group" | mean log norm relative to the step, over the micro-batches that an example was in | - |
 | "refined" | the same taken apart: regression of those logarithms on who was in | - |
 | "loss" | mean loss above the step's median; by regression, if of micro-batches | losses |
+| "late_loss" | the same over the last third of training only | a loss per example |
 | "raw_loss" | mean loss as it was | losses |
 | "combined" | "refined" and "loss", each in standard deviations, added up | losses |
 | "auto" | "loss" if there are losses, else "refined" | - |
@@ -22,8 +23,8 @@ from microclip.draggers.evidence import Evidence, gather
 from microclip.draggers.series import Values
 from microclip.draggers.source import Source
 
-METHODS = ("auto", "group", "refined", "loss", "raw_loss", "combined")
-OF_LOSSES = ("loss", "raw_loss", "combined")
+METHODS = ("auto", "group", "refined", "loss", "late_loss", "raw_loss", "combined")
+OF_LOSSES = ("loss", "late_loss", "raw_loss", "combined")
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,10 @@ def _score(evidence: Evidence, method: str) -> Values:
         return evidence.norms.regress(total)
     if method == "raw_loss":
         return evidence.loss.mean
+    if method == "late_loss":
+        late = evidence.excess.third(2)
+        # whoever was not seen late is judged by what was seen
+        return np.where(np.isnan(late), evidence.excess.mean, late)
     if method == "loss":
         if evidence.mean_losses is not None:
             return evidence.mean_losses.regress(total)
@@ -90,6 +95,11 @@ def _standard(scores: Values) -> Values:
 
 
 def _expect_losses(source: Source, method: str) -> None:
+    if method == "late_loss" and source.has_losses and not source.examples:
+        raise ValueError(
+            f"method='late_loss' needs a loss per example, but the ledger {source.path} has only "
+            "those of micro-batches. Use method='loss', which takes their members apart."
+        )
     if not source.has_losses:
         raise ValueError(
             f"method={method!r} needs losses, but the ledger {source.path} has none: its steps "

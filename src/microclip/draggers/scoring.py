@@ -18,8 +18,8 @@ def score(ledger: LedgerLike, method: str = "auto") -> Draggers:
     Args:
         ledger: The folder of a ledger, or a `microclip.Ledger`, or what `open_ledger` returned.
         method: "auto", the best there is for what was recorded: mean loss if there are losses,
-            else "refined". Or one of "group", "refined" (norms alone), "loss", "raw_loss",
-            "combined"; see `microclip.draggers.methods`.
+            else "refined". Or one of "group", "refined" (norms alone), "loss", "late_loss",
+            "raw_loss", "combined"; see `microclip.draggers.methods`.
     """
     judged = judge(Source.open(ledger), method)
     if _are_places(judged.evidence):
