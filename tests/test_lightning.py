@@ -181,6 +181,7 @@ class TestCallback:
         for window, found in enumerate(model.seen):
             properties.assert_close(found, twin(model, window), 0.02)
         assert float(callback.clipper.outcome.norms.max()) < 10  # not a thousand times that
+        assert float(callback.clipper.outcome.loss) < 10
 
     def test_batches_have_names_domains_and_losses(self, tmp_path):
         x, y = data()

@@ -13,11 +13,10 @@ from collections.abc import Callable, Hashable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
-from microclip import multitensor
 from microclip.clipper import Clipper
+from microclip.engines.losses import unscale
 from microclip.integrations.metrics import metrics
 from microclip.microbatches import Ids, count_examples
 from microclip.rules import Nonfinite, Rule
@@ -99,15 +98,19 @@ class MicrobatchClip(pl.Callback):
     def on_before_backward(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor
     ) -> None:
-        """Take note of the loss, which Lightning has divided by the length of a full window."""
-        self._batch["loss"] = loss.detach() * trainer.accumulate_grad_batches
+        """Give a micro-batch the mean loss of its own back.
+
+        Lightning has divided it by the length of a full window, also in a shorter one. In place: it
+        is the tensor that will be differentiated.
+        """
+        assert self.clipper is not None
+        if trainer.accumulate_grad_batches > 1:
+            loss.mul_(trainer.accumulate_grad_batches)
+        self._batch["loss"] = unscale(loss.detach(), self.clipper.grad_scaler)
 
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Fold; with the last batch of a window clip, before precision plugins unscale."""
         assert self.clipper is not None
-        gradients = [p.grad for p in self.clipper.model.parameters() if p.grad is not None]
-        # and so the gradients, also in a shorter window
-        multitensor.multiply_(gradients, torch.tensor(float(trainer.accumulate_grad_batches)))
         self.clipper.fold(**self._batch)
         ends = (trainer.fit_loop.epoch_loop.batch_idx + 1) % trainer.accumulate_grad_batches == 0
         if ends or trainer.is_last_batch:
