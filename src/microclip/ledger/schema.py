@@ -8,11 +8,8 @@ from __future__ import annotations
 
 from typing import IO, Any
 
-try:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-except ImportError as error:
-    raise ImportError("A ledger needs pyarrow: pip install 'microclip[ledger]'") from error
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 MICROBATCHES = "microbatches"
 EXAMPLES = "examples"
