@@ -425,6 +425,12 @@ class TestErrors:
         with pytest.raises(ValueError, match="is damaged"):
             draggers.score(found)
 
+    def test_removed_meanwhile(self, tmp_path):
+        found = open_ledger(write(tmp_path, NORMS))
+        next((tmp_path / "microbatches").iterdir()).unlink()
+        with pytest.raises(FileNotFoundError, match="removed while the ledger was being read"):
+            draggers.score(found, "group")
+
     @pytest.mark.parametrize(
         ("how", "message"),
         [

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from microclip.draggers.roster import Numbers
+from microclip.draggers.steps import vanished
 from microclip.ledger import Ledger, Record, open_ledger
 from microclip.ledger.parts import NAME, read
 from microclip.ledger.schema import EXAMPLES, MICROBATCHES
@@ -69,7 +70,11 @@ def _has_values(file: Path) -> bool:
 
 def _by_rank(record: Record, table: str) -> Parts:
     files: dict[int, list[Path]] = {}
-    for name in record.dataset(table).files:
+    try:
+        names = record.dataset(table).files
+    except FileNotFoundError as error:
+        raise vanished(Path(str(error))) from error
+    for name in names:
         match = NAME.fullmatch(Path(name).name)
         assert match is not None
         files.setdefault(int(match[1]), []).append(Path(name))

@@ -64,8 +64,18 @@ class Rank:
                     for batch in file.iter_batches(rows, columns=columns):
                         if len(batch):
                             yield pa.Table.from_batches([batch])
+            except FileNotFoundError as error:
+                raise vanished(part) from error
             except (pa.ArrowInvalid, OSError) as error:
                 raise damaged(part, error) from error
+
+
+def vanished(part: Path) -> FileNotFoundError:
+    """Return the error to raise for a part that was there a moment ago."""
+    return FileNotFoundError(
+        f"{part} was removed while the ledger was being read, by its own keep_steps or by a run "
+        "that started again. Try again."
+    )
 
 
 def _in_order(table: pa.Table) -> bool:
