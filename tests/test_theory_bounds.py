@@ -77,6 +77,20 @@ class TestOneStep:
             assert corrected.drift(**at) <= exact + 1e-12
             assert corrected.drift_symmetric(**at) <= exact + 1e-12
 
+    def test_the_printed_drift_is_right_for_long_draggers_as_far_as_we_see(self):
+        """No counterexample with b >= 2 and c >= 1/2 among noise of two values (not a proof)."""
+        draw, tried = random.Random(3), 0
+        while tried < 4000:
+            b, c = draw.choice([2, 3, 4, 6, 8, 12]), math.exp(draw.uniform(math.log(0.5), 3.4))
+            epsilon = 1 - math.exp(draw.uniform(math.log(1e-4), math.log(b / (b + 1))))
+            most = (1 - math.sqrt((1 - epsilon) / (b * epsilon))) * math.sqrt(b) * epsilon * (1 + c)
+            if most <= 0:
+                continue
+            flip, tried = draw.uniform(0, most), tried + 1
+            at = {"g": 1, "b": b, "epsilon": epsilon, "c": c, "C": c, "sigma": flip}
+            exact = counterexamples.exact_drift(b=b, epsilon=epsilon, ratio=c, flip=flip)
+            assert lemmas.one_step_drift(**at) <= exact
+
     def test_drifts_in_space(self):
         draw, tested = random.Random(1), 0
         for seed in range(300):
@@ -230,6 +244,13 @@ class TestWorld:
         assert abs(centred.mean()) < 4 * centred.std() / math.sqrt(len(centred))
         third = (centred**3).mean().item() / centred.std().item() ** 3
         assert (abs(third) < 0.2) == (noise in SYMMETRIC)
+
+    @pytest.mark.parametrize("noise", LAWS)
+    def test_the_minimum_is_no_trouble(self, noise):
+        """At w = 0 exactly there is no direction of g, and a dragger has no length."""
+        world = World(epsilon=0.5, c=2, C=5, sigma=1, noise=noise)
+        samples = world.sample(torch.zeros(3, 6, dtype=torch.float64), 8, torch.Generator())
+        assert samples.isfinite().all()
 
     def test_the_start_is_the_gap_above_the_least_loss(self):
         world = World(epsilon=0, c=0, C=0, sigma=0, L=4, gap=8)

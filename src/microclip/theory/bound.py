@@ -9,7 +9,7 @@ __all__ = ["Bound"]
 
 @dataclass(frozen=True)
 class Bound:
-    """An upper bound of min_t E|g_t|, the gradient norm at the best of T steps.
+    """An upper bound of `min_t E|g_t|`, the gradient norm at the best of T steps.
 
     >>> Bound(bias=0.25, transient=0.5).total
     0.75

@@ -49,7 +49,9 @@ def smallest_b(epsilon: float) -> int:
 def dragger_limit(T: int, epsilon: float, *, as_printed: bool = False) -> float:
     """Return the C that SGD's draggers must stay below, from the proof of the paper's rate.
 
-    C  <  sqrt( (2 (1-epsilon) eta - (1-epsilon)^2 L eta^2) / (epsilon^2 L eta^2) )
+    ::
+
+        C  <  sqrt( (2 (1-epsilon) eta - (1-epsilon)^2 L eta^2) / (epsilon^2 L eta^2) )
 
     at eta = 1/(L sqrt T), where L cancels. `as_printed` has (1-epsilon^2) in place of
     (1-epsilon)^2, a misprint that makes C slightly smaller and does no harm.
@@ -81,7 +83,10 @@ def chosen_dragger_limit(T: int, epsilon: float, *, as_printed: bool = False) ->
 def needed_fall_of_c(*, b: int, B: int, epsilon: float) -> float:
     """Return the ratio (1 + c_b)/(1 + c_B) above which the printed bias prefers b to B.
 
-    (sqrt(B) epsilon - sqrt(epsilon (1-epsilon))) / (sqrt(b) epsilon - sqrt(epsilon (1-epsilon)))
+    ::
+
+        (sqrt(B) epsilon - sqrt(epsilon (1-epsilon)))
+        / (sqrt(b) epsilon - sqrt(epsilon (1-epsilon)))
 
     At a fixed c the printed bias falls with b, so only a c that falls with b can make a smaller
     b better. The paper measured 5.74 at b = 4 and 4.42 at b = 512: a ratio of 1.24.

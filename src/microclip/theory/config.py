@@ -70,6 +70,10 @@ class TheoryConfig:
             B=self.batch_size,
         )
         check_order(self.c, self.c if self.c_most is None else self.c_most)
+        if not self.sizes:
+            raise ValueError(
+                "microbatch_sizes must name at least one size; leave it out for powers of two."
+            )
         for b in self.sizes:
             check(b=b)
             if b > self.batch_size:

@@ -32,9 +32,11 @@ __all__ = [
 
 
 def second_moment(*, B: int, epsilon: float, C: float) -> float:
-    """Return K_B: the mean square of a mini-batch gradient is at most K_B |g|^2 + noise.
+    """Return K_B: the mean square of a mini-batch gradient is at most `K_B |g|^2` plus noise.
 
-    K_B  =  (1-epsilon)^2 + epsilon (1-epsilon)/B  +  C^2 (epsilon^2 + epsilon (1-epsilon)/B)
+    ::
+
+        K_B  =  (1-epsilon)^2 + epsilon (1-epsilon)/B  +  C^2 (epsilon^2 + epsilon (1-epsilon)/B)
 
     The terms with 1/B are the variance of the number of draggers; the printed proof lacks them.
 
@@ -65,9 +67,11 @@ def sgd_with_draggers(
 ) -> Bound:
     """Return the rate of SGD with draggers, for K_B < 2 (1-epsilon) sqrt(T). No symmetry needed.
 
-    min_t E|g_t|  <=  sqrt( mean_t E|g_t|^2 )
-                  <=  T^(-1/4) sqrt( (L (L_0-L_*) + (1-epsilon) sigma^2/(2B))
-                                     / (1 - epsilon - K_B/(2 sqrt T)) )
+    ::
+
+        min_t E|g_t|  <=  sqrt( mean_t E|g_t|^2 )
+                      <=  T^(-1/4) sqrt( (L (L_0-L_*) + (1-epsilon) sigma^2/(2B))
+                                         / (1 - epsilon - K_B/(2 sqrt T)) )
 
     >>> bound = sgd_with_draggers(T=16, B=2, epsilon=0.5, C=2.0, sigma=2.0, L=1.0, gap=1.0)
     >>> round(bound.transient, 6)  # sqrt((1 + .5 * 4 / 4) / (.5 - 1.875/8)) / 2
@@ -89,8 +93,10 @@ def sgd_with_draggers_simple(
 ) -> Bound:
     """Return the rate in the form of the printed ones, for K_B <= (1-epsilon) sqrt(T).
 
-    min_t E|g_t|  <=  sqrt( mean_t E|g_t|^2 )
-                  <=  T^(-1/4) sqrt( 2 L (L_0 - L_*)/(1-epsilon) + sigma^2/B )
+    ::
+
+        min_t E|g_t|  <=  sqrt( mean_t E|g_t|^2 )
+                      <=  T^(-1/4) sqrt( 2 L (L_0 - L_*)/(1-epsilon) + sigma^2/B )
 
     At epsilon = 0 it is Bu et al.'s rate; it is always below the printed rate with draggers.
 
@@ -110,7 +116,9 @@ def sgd_with_draggers_simple(
 def isolation(*, b: int, epsilon: float, C: float) -> float:
     """Return A_b, how much of a normalised step still points along g when there is no noise.
 
-    A_b  =  E_m[ a / sqrt(a^2 + q^2 C^2) ]
+    ::
+
+        A_b  =  E_m[ a / sqrt(a^2 + q^2 C^2) ]
 
     Small micro-batches isolate draggers: at b = 1 a share 1-epsilon is untouched. Large ones mix a
     few into every micro-batch: A_b tends to (1-epsilon)/sqrt((1-epsilon)^2 + epsilon^2 C^2).
@@ -127,7 +135,9 @@ def isolation(*, b: int, epsilon: float, C: float) -> float:
 def averaging(*, b: int, epsilon: float, c: float) -> float:
     """Return beta_b, how much noise of size sigma can take away from a normalised step.
 
-    beta_b  =  2 E_m[ sqrt(a/b) / sqrt(a^2 + q^2 c^2) ]
+    ::
+
+        beta_b  =  2 E_m[ sqrt(a/b) / sqrt(a^2 + q^2 c^2) ]
 
     It falls about like 1/sqrt(b): large micro-batches average the noise out.
 
@@ -141,9 +151,11 @@ def averaging(*, b: int, epsilon: float, c: float) -> float:
 
 
 def drift(*, g: float, b: int, epsilon: float, c: float, C: float, sigma: float) -> float:
-    """Return what a normalised step gains at least along g, whatever the noise; g is |g|.
+    """Return what a normalised step gains at least along g, whatever the noise; g is a norm here.
 
-    g . E[g^/|g^|]  >=  A_b |g| - sigma beta_b
+    ::
+
+        g . E[g^/|g^|]  >=  A_b |g| - sigma beta_b
 
     >>> drift(g=2.0, b=1, epsilon=0.5, c=1.0, C=1.0, sigma=0.5)  # .5 * 2 - .5 * 1
     0.5
@@ -154,9 +166,11 @@ def drift(*, g: float, b: int, epsilon: float, c: float, C: float, sigma: float)
 
 
 def drift_symmetric(*, g: float, b: int, epsilon: float, c: float, C: float, sigma: float) -> float:
-    """Return what a normalised step gains at least along g if noise is symmetric; g is |g|.
+    """Return what a normalised step gains at least along g if noise is symmetric; g is a norm.
 
-    g . E[g^/|g^|]  >=  sum_m p_m A_m max(0, |g| - sigma r_m)
+    ::
+
+        g . E[g^/|g^|]  >=  sum_m p_m A_m max(0, |g| - sigma r_m)
 
     with p_m, A_m and r_m of `micro_batch_clipping_symmetric`. It is never negative.
 
@@ -176,8 +190,10 @@ def micro_batch_clipping(
 ) -> Bound:
     """Return the rate of unit-normalised micro-batches, for all b and epsilon, without symmetry.
 
-    min_t E|g_t|  <=  mean_t E|g_t|
-                  <=  sigma beta_b / A_b  +  (L (L_0 - L_*) + 1/2) / (A_b sqrt T)
+    ::
+
+        min_t E|g_t|  <=  mean_t E|g_t|
+                      <=  sigma beta_b / A_b  +  (L (L_0 - L_*) + 1/2) / (A_b sqrt T)
 
     with A_b of `isolation` and beta_b of `averaging`. The first pulls towards small b, the second
     towards large b, so at finite T there can be a best b in between.
@@ -199,12 +215,16 @@ def micro_batch_clipping_symmetric(
 ) -> Bound:
     """Return the rate of unit-normalised micro-batches if benign noise is symmetric, as assumed.
 
-    min_t E|g_t|  <=  mean_t E|g_t|
-                  <=  ( sigma sum_S p_m A_m r_m  +  (L (L_0 - L_*) + 1/2)/sqrt(T) ) / sum_S p_m A_m
+    ::
 
-    A_m = a/sqrt(a^2 + q^2 C^2),  r_m = sqrt(a/b)/sqrt(a^2 + q^2 c^2),  p_m the probability of m
-    draggers, and S any set of m < b, since a micro-batch never steps uphill on average: the best
-    S is taken. At epsilon = 0: sigma/sqrt(b) + (L (L_0 - L_*) + 1/2)/sqrt(T).
+        min_t E|g_t|  <=  mean_t E|g_t|
+                      <=  ( sigma sum_S p_m A_m r_m  +  (L (L_0 - L_*) + 1/2)/sqrt(T) )
+                          / sum_S p_m A_m
+
+        A_m = a/sqrt(a^2 + q^2 C^2),   r_m = sqrt(a/b)/sqrt(a^2 + q^2 c^2)
+
+    with p_m the probability of m draggers and S any set of m < b, since a micro-batch never steps
+    uphill on average: the best S is taken. At epsilon = 0 the bias is sigma/sqrt(b).
     At b = 1 the bias is sigma, and no smaller one is true (`counterexamples.clipping_rate`).
 
     >>> micro_batch_clipping_symmetric(

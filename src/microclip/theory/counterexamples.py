@@ -55,11 +55,11 @@ class Claim:
 
 
 def sgd_growth(*, T: int, B: int, epsilon: float, C: float) -> float:
-    """Return E|g_{t+1}| / |g_t| of SGD on |w|^2/2 with draggers of length C|g| and no noise.
+    """Return `E|g_{t+1}| / |g_t|` of SGD on `|w|^2/2`, with draggers of length `C|g|`, no noise.
 
-    With m draggers among B, which are perpendicular to w = g, and eta = 1/sqrt(T):
+    With m draggers among B, which are perpendicular to w = g, and eta = 1/sqrt(T)::
 
-    |w - eta ((1 - m/B) w + (m/B) mu)|  =  |w| sqrt( (1 - eta (1 - m/B))^2 + (eta C m/B)^2 )
+        |w - eta ((1 - m/B) w + (m/B) mu)|  =  |w| sqrt( (1 - eta (1 - m/B))^2 + (eta C m/B)^2 )
 
     >>> sgd_growth(T=4, B=1, epsilon=0.5, C=2 * math.sqrt(3.0))  # (1/2 + sqrt(1 + 3)) / 2
     1.25
@@ -73,10 +73,10 @@ def sgd_growth(*, T: int, B: int, epsilon: float, C: float) -> float:
 
 
 def sgd_rate(*, T: int = 10_000, B: int = 1, epsilon: float = 0.1) -> Claim:
-    """Check the printed rate of SGD with draggers on |w|^2/2, |w_0| = 1, with the proof's own C.
+    """Check the printed rate of SGD with draggers on `|w|^2/2` from 1, with the proof's own C.
 
-    The left side is exact: E|g_t| = f^t with f of `sgd_growth`. Where f > 1 the gradient grows
-    from the first step on, and min_t E|g_t| = |g_0| = 1.
+    The left side is exact: `E|g_t| = f^t` with f of `sgd_growth`. Where f > 1 the gradient grows
+    from the first step on, and the least is the first, 1.
 
     >>> claim = sgd_rate()
     >>> claim.left, round(claim.right, 3), claim.holds
@@ -94,9 +94,9 @@ def sgd_rate(*, T: int = 10_000, B: int = 1, epsilon: float = 0.1) -> Claim:
 
 
 def exact_drift(*, b: int, epsilon: float, ratio: float, flip: float) -> float:
-    """Return g/|g| . E[g^/|g^|] if benign gradients are (1 + flip) g or (1 - flip) g, evenly.
+    """Return `g/|g| . E[g^/|g^|]` if benign gradients are (1 + flip) g or (1 - flip) g, evenly.
 
-    `ratio` is |mu|/|g|. The noise, +-flip g, is symmetric and perpendicular to mu, as assumed.
+    `ratio` is `|mu|/|g|`. The noise, +-flip g, is symmetric and perpendicular to mu, as assumed.
 
     >>> exact_drift(b=1, epsilon=0.8, ratio=10.0, flip=1.0001)  # .2 * (1 - 1) / 2
     0.0
@@ -135,7 +135,7 @@ def _hard(b: int) -> _Instance:
 
 
 def clipping_drift(b: int = 1) -> Claim:
-    """Check the one-step drift that the proof for micro-batch clipping arrives at, at |g| = 1.
+    """Check the one-step drift that the proof for micro-batch clipping arrives at, at length 1.
 
     >>> claim = clipping_drift()
     >>> round(claim.left, 5), claim.right, claim.holds
@@ -154,14 +154,14 @@ def clipping_drift(b: int = 1) -> Claim:
 def clipping_rate(b: int = 1, *, G: float = 50.0) -> Claim:
     """Check the printed rate of micro-batch clipping on a loss whose gradient is at most G.
 
-    The loss is x^2/2 up to |x| = G and goes on linearly, in one direction x; draggers move another
-    coordinate, on which it does not depend. It is 1-smooth. Benign gradients are g +- flip g, so
-    sigma = flip G covers them everywhere. Start at x = G.
+    The loss is x^2/2 up to `|x| = G` and goes on linearly, in one direction x; draggers move
+    another coordinate, on which it does not depend. It is 1-smooth. Benign gradients are
+    g +- flip g, so sigma = flip G covers them everywhere. Start at x = G.
 
     Per step x moves by at most eta = 1/sqrt(T), on average by eta d towards 0 with d of
     `exact_drift`. So x_t >= G - d sqrt(T) + M_t with a martingale M whose variance stays below
-    T eta^2 = 1, and  E|g_t| >= G - d sqrt(T) - E|M_t| >= G - d sqrt(T) - 1  for all t <= T: the
-    left side, below min_t E|g_t|.
+    T eta^2 = 1, and `E|g_t| >= G - d sqrt(T) - E|M_t| >= G - d sqrt(T) - 1` for all t <= T: the
+    left side, which is below the least of them.
 
     >>> claim = clipping_rate()
     >>> claim.left, round(claim.right, 1), claim.holds
@@ -182,9 +182,9 @@ def clipping_rate(b: int = 1, *, G: float = 50.0) -> Claim:
 
 
 def second_moment_of_sgd(*, B: int = 1, epsilon: float = 0.1, C: float = 20.0) -> Claim:
-    """Check the mean square of a mini-batch gradient at |g| = 1, |mu| = C, sigma = 0.
+    """Check the mean square of a mini-batch gradient at `|g| = 1`, `|mu| = C`, sigma = 0.
 
-    Printed: (1-epsilon)^2 |g|^2 + epsilon^2 |mu|^2, as if the number of draggers were not random.
+    Printed: `(1-epsilon)^2 |g|^2 + epsilon^2 |mu|^2`, as if the number of draggers were not random.
 
     >>> claim = second_moment_of_sgd()  # .9 + .1 * 400;  .81 + .01 * 400
     >>> round(claim.left, 6), round(claim.right, 6), claim.holds

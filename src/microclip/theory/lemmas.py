@@ -27,10 +27,12 @@ Vector = Sequence[float]
 
 
 def expected_deviation(*, g: float, mu: float, b: int, epsilon: float, sigma: float) -> float:
-    """Return the first lemma's bound of E|Delta|; g and mu are the norms |g| and |mu|.
+    """Return the first lemma's bound of `E|Delta|`; g and mu are norms here.
 
-    E|Delta|  <=  sqrt( (epsilon (1-epsilon) |g|^2 + epsilon (1-epsilon) |mu|^2
-                         + (1-epsilon) sigma^2) / b )
+    ::
+
+        E|Delta|  <=  sqrt( (epsilon (1-epsilon) |g|^2 + epsilon (1-epsilon) |mu|^2
+                             + (1-epsilon) sigma^2) / b )
 
     Its square is the variance that the appendix computes; Jensen's inequality gives the rest.
 
@@ -45,8 +47,10 @@ def expected_deviation(*, g: float, mu: float, b: int, epsilon: float, sigma: fl
 def star(g: Vector, mu: Vector, delta: Vector, epsilon: float) -> float:
     """Return the starred expression of the proof: a deviation and its mirror image together.
 
-    star  =  ((1-epsilon)|g|^2 + g.Delta) / |(1-epsilon) g + epsilon mu + Delta|
-           + ((1-epsilon)|g|^2 - g.Delta) / |(1-epsilon) g + epsilon mu - Delta|
+    ::
+
+        star  =  ((1-epsilon)|g|^2 + g.Delta) / |(1-epsilon) g + epsilon mu + Delta|
+               + ((1-epsilon)|g|^2 - g.Delta) / |(1-epsilon) g + epsilon mu - Delta|
 
     The second lemma: it is never negative if mu is perpendicular to both g and Delta. That is
     true. But the proof applies it to a Delta with a part along mu, where it is not:
@@ -67,10 +71,12 @@ def star(g: Vector, mu: Vector, delta: Vector, epsilon: float) -> float:
 def star_sides(g: Vector, mu: Vector, delta: Vector, epsilon: float) -> tuple[float, float]:
     """Return both sides of the inequality that the second lemma rests on.
 
-    (g.Delta)^2  <=  epsilon^2 |g|^2 |mu|^2 + |g|^2 |Delta|^2
+    ::
 
-    Printed is |mu| in place of |mu|^2. It is Cauchy and Schwarz's inequality with something added
-    on the right, so it always holds, and it is equivalent to the lemma.
+        (g.Delta)^2  <=  epsilon^2 |g|^2 |mu|^2 + |g|^2 |Delta|^2
+
+    Printed is `|mu|` in place of `|mu|^2`. It is Cauchy and Schwarz's inequality with something
+    added on the right, so it always holds, and it is equivalent to the lemma.
 
     >>> star_sides(g=[2, 0], mu=[0, 3], delta=[4, 1], epsilon=0.5)  # 8^2;  .25*4*9 + 4*17
     (64.0, 77.0)
@@ -82,9 +88,11 @@ def star_sides(g: Vector, mu: Vector, delta: Vector, epsilon: float) -> tuple[fl
 
 
 def star_floor(g: Vector, mu: Vector, delta: Vector, epsilon: float) -> float:
-    """Return what the proof's next line puts below `star` where |Delta| <= epsilon (|mu| + |g|).
+    """Return what the proof's next line puts below `star`, where `|Delta| <= epsilon (|mu| + |g|)`.
 
-    star  >=  (1-epsilon) |g|^2 / ((1-epsilon)|g| + epsilon |mu| + |Delta|)
+    ::
+
+        star  >=  (1-epsilon) |g|^2 / ((1-epsilon)|g| + epsilon |mu| + |Delta|)
 
     It fails for epsilon above about 0.47: `counterexamples.floor_of_star`.
 
@@ -97,10 +105,12 @@ def star_floor(g: Vector, mu: Vector, delta: Vector, epsilon: float) -> float:
 
 
 def one_step_drift(*, g: float, b: int, epsilon: float, c: float, C: float, sigma: float) -> float:
-    """Return what the proof says a normalised step gains at least along g; g is the norm |g|.
+    """Return what the proof says a normalised step gains at least along g; g is a norm here.
 
-    g . E[g^/|g^|]  >=  (1-epsilon) / (2 (1 + 2 epsilon C))
-        * ( (1 - sqrt((1-epsilon)/(b epsilon))) |g|  -  sigma / (sqrt(b) epsilon (1 + c)) )
+    ::
+
+        g . E[g^/|g^|]  >=  (1-epsilon) / (2 (1 + 2 epsilon C))
+            * ( (1 - sqrt((1-epsilon)/(b epsilon))) |g|  -  sigma / (sqrt(b) epsilon (1 + c)) )
 
     >>> one_step_drift(g=1.0, b=4, epsilon=0.5, c=3.0, C=3.0, sigma=1.0)  # .5/8 * (.5 - .25)
     0.015625
@@ -115,7 +125,11 @@ def one_step_drift(*, g: float, b: int, epsilon: float, c: float, C: float, sigm
 
 
 def symmetric_pair(g: Vector, u: Vector, n: Vector) -> float:
-    """Return g/|g| . ( (u+n)/|u+n| + (u-n)/|u-n| ) / 2: what two opposite noises give together.
+    """Return what two opposite noises, n and -n, give together along g.
+
+    ::
+
+        g/|g| . ( (u+n)/|u+n| + (u-n)/|u-n| ) / 2
 
     >>> round(symmetric_pair(g=[1, 0], u=[3, 4], n=[3, 0]), 6)  # (6/sqrt(52) + 0/4) / 2
     0.416025
@@ -131,7 +145,9 @@ def symmetric_pair(g: Vector, u: Vector, n: Vector) -> float:
 def symmetric_pair_floor(g: Vector, u: Vector, n: Vector) -> float:
     """Return the floor under `symmetric_pair`, for n perpendicular to the part of u beside g.
 
-    (g.u) / (|g||u|)  *  max(0, 1 - |n|/|u|)
+    ::
+
+        (g.u) / (|g||u|)  *  max(0, 1 - |n|/|u|)
 
     Noise that is symmetric costs at most its share of the signal's length, and never turns the
     step around. This is the paper's second lemma, sharpened, and used for one micro-batch

@@ -72,6 +72,6 @@ def _direction(g: Tensor) -> Tensor:
 
 
 def unit(vectors: Tensor) -> Tensor:
-    """Return vectors of the same directions and of length 1."""
+    """Return vectors of the same directions and of length 1; what has no direction stays 0."""
     lengths: Tensor = torch.linalg.vector_norm(vectors, dim=-1, keepdim=True)
-    return vectors / lengths
+    return vectors / torch.where(lengths > 0, lengths, 1.0)

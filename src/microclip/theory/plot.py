@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Sequence
 
+from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
@@ -63,7 +64,10 @@ def picture(config: TheoryConfig, rows: Sequence[Row], sgd: Sequence[Line]) -> F
 def rendered(figure: Figure, kind: str) -> bytes:
     """Return the picture as PNG or SVG."""
     buffer = io.BytesIO()
-    figure.savefig(buffer, format=kind, dpi=160, facecolor="white")
+    # text stays text in SVG, and the same numbers give the same file
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "microclip"}):
+        metadata = {"Date": None} if kind == "svg" else None
+        figure.savefig(buffer, format=kind, dpi=160, facecolor="white", metadata=metadata)
     return buffer.getvalue()
 
 

@@ -19,7 +19,9 @@ __all__ = ["bu_et_al", "micro_batch_clipping", "sgd_with_draggers"]
 def bu_et_al(*, T: int, B: int, sigma: float, L: float, gap: float) -> Bound:
     """Return the rate of SGD without draggers and without clipping (Bu et al., Theorem 9).
 
-    min_t E|g_t|  <=  T^(-1/4) sqrt( 2 L (L_0 - L_*) + sigma^2 / B )
+    ::
+
+        min_t E|g_t|  <=  T^(-1/4) sqrt( 2 L (L_0 - L_*) + sigma^2 / B )
 
     The paper writes sigma_b for sigma in its table; one standard deviation is meant.
 
@@ -35,7 +37,10 @@ def sgd_with_draggers(
 ) -> Bound:
     """Return the printed rate of SGD with draggers.
 
-    min_t E|g_t|  <=  T^(-1/4) sqrt( 4 L (L_0 - L_*) / (1-epsilon)^2 + 2 sigma^2 / ((1-epsilon) B) )
+    ::
+
+        min_t E|g_t|  <=  T^(-1/4) sqrt( 4 L (L_0 - L_*) / (1-epsilon)^2
+                                         + 2 sigma^2 / ((1-epsilon) B) )
 
     The statement names no condition on C; its proof takes C = `conditions.chosen_dragger_limit`.
 
@@ -52,10 +57,12 @@ def micro_batch_clipping(
 ) -> Bound:
     """Return the printed rate of SGD with unit-normalised micro-batch gradients.
 
-    bias       =  sigma / ( (sqrt(b) epsilon - sqrt(epsilon (1-epsilon))) (1 + c) )
+    ::
 
-    transient  =  T^(-1/2)  sqrt(b epsilon) / (sqrt(b epsilon) - sqrt(1-epsilon))
-                  * 2 L (1 + 2 epsilon C) / (1-epsilon)  * (L_0 - L_* + 1/(2L))
+        bias       =  sigma / ( (sqrt(b) epsilon - sqrt(epsilon (1-epsilon))) (1 + c) )
+
+        transient  =  T^(-1/2)  sqrt(b epsilon) / (sqrt(b epsilon) - sqrt(1-epsilon))
+                      * 2 L (1 + 2 epsilon C) / (1-epsilon)  * (L_0 - L_* + 1/(2L))
 
     It is for epsilon > 1/(b+1) only. (Printed is >=, but equality divides by zero.) It is about
     the update of `microclip.rules.Unit`, not about the paper's Algorithm 1, `MinNorm`.

@@ -118,9 +118,9 @@ def efficiency(
     draws: int = 4000,
     seed: int = 0,
 ) -> dict[int, float]:
-    """Return eff(b) = (g . E U)^2 / (|g|^2 E|U|^2) for each b, at the start of training.
+    """Return `eff(b) = (g . E U)^2 / (|g|^2 E|U|^2)` for each b, at the start of training.
 
-    The share of the best possible decrease of the loss in one step, |g|^2 / (2L), that the update U
+    The share of the best possible decrease of the loss in one step, `|g|^2/(2L)`, that the update U
     attains when its learning rate is the best for it: 1 for U = g. It compares rules and sizes
     whatever their scale. Without a rule: SGD's, the same for all sizes.
 

@@ -10,10 +10,10 @@ letter      meaning
 `b`         the micro-batch size
 `epsilon`   the probability that an example is a dragger
 `c`, `C`    the length of a dragger's gradient, in units of the benign mean gradient's, is at
-            least c and at most C:  c |g| <= |mu| <= C |g|
-`sigma`     the standard deviation of a benign example's gradient:  E |g~ - g|^2 <= sigma^2
+            least c and at most C:  `c |g| <= |mu| <= C |g|`
+`sigma`     the standard deviation of a benign example's gradient: `E|g~ - g|^2 <= sigma^2`
 `L`         the smoothness of the loss: its gradient changes by at most L per unit of distance
-`gap`       L_0 - L_*, how far the loss can still fall from where training starts
+`gap`       `L_0 - L_*`, how far the loss can still fall from where training starts
 ==========  ==================================================================================
 """
 

@@ -1,8 +1,8 @@
 """A world in which the paper's four assumptions hold to the letter.
 
-The loss is L |w|^2 / 2, so g = L w and the least loss is 0. Benign gradients are g plus noise of
+The loss is `L |w|^2 / 2`, so g = L w and the least loss is 0. Benign gradients are g plus noise of
 one of the laws in `noises`. All draggers of a step share one vector mu, perpendicular to every
-benign gradient, in a new random direction each step, of a length between c|g| and C|g|.
+benign gradient, in a new random direction each step, of a length between `c|g|` and `C|g|`.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class World:
         return self.noise in SYMMETRIC
 
     def start(self, runs: int) -> Tensor:
-        """Return the first w of every run: L |w|^2 / 2 is the gap."""
+        """Return the first w of every run: `L |w|^2 / 2` is the gap."""
         w = torch.zeros(runs, self.dimension, dtype=torch.float64)
         w[:, 0] = math.sqrt(2 * self.gap / self.L)
         return w
@@ -66,8 +66,8 @@ class World:
         """Return the gradients of B examples, for each g in a row: (runs, B, dimension)."""
         runs, length = g.shape[0], g.norm(dim=-1, keepdim=True)
         side = torch.randn(g.shape, generator=generator, dtype=g.dtype)
-        side = side - (side * g).sum(-1, keepdim=True) / length**2 * g
-        side = unit(side)
+        forward = unit(g)
+        side = unit(side - (side * forward).sum(-1, keepdim=True) * forward)
         between = torch.rand(runs, 1, generator=generator, dtype=g.dtype)
         mu = (self.c + between * (self.C - self.c)) * length * side
         benign = g[:, None] + LAWS[self.noise](g, side, B, self.sigma, generator)
