@@ -199,8 +199,11 @@ class Kept:
 
     def add(self, key: str, result: Result) -> None:
         self.results[key] = result
+        # after a line that was cut off, begin a new one instead of being lost with it
+        whole = not self.path.exists() or self.path.read_bytes().endswith(b"\n")
         with self.path.open("a") as file:
-            file.write(json.dumps({"key": key, "result": result}) + "\n")
+            line = json.dumps({"key": key, "result": result})
+            file.write(f"{line}\n" if whole else f"\n{line}\n")
 
 
 def carry_out(kept: Kept, trial: Trial, recipe_key: str) -> dict[str, Result]:
