@@ -155,6 +155,24 @@ def statistics(rank: int, world: int) -> Any:
     return found
 
 
+def idle(rank: int, world: int) -> Any:
+    """Train with BatchNorm where all ranks but the first have nothing, and only finish."""
+    net = processes.Net(torch.float64, batchnorm=True)
+    net.unused.requires_grad_(False)
+    net.branch.requires_grad_(False)
+    model = Ddp(net)
+    clipper = Clipper(model, 2)
+    for turn in range(2):
+        net.zero_grad()
+        if rank == 0:
+            batch = processes.batch(10 * turn, 6, torch.float64)
+            clipper.backward(processes.losses(model), batch)
+        else:
+            clipper.finish()
+    clipper.finish()  # nobody has anything: but buffers go round once more
+    return [buffer.clone() for buffer in net.buffers()]
+
+
 def faults(rank: int, world: int) -> dict[str, str]:
     """Return what each rank hears of what goes wrong."""
     heard = {}
@@ -211,6 +229,9 @@ def unread(rank: int, world: int) -> Any:
         batch = processes.batch(rank, sizes[rank] if turn else 8, torch.float64)
         clipper.backward(processes.losses(model), batch)
     gradients = copy.deepcopy([p.grad for p in net.parameters()])
+    net.zero_grad()  # a domain called 0 is a domain
+    clipper.backward(processes.losses(model), batch, domains=unread_domains(sizes[rank]))
+    of_domains = copy.deepcopy([p.grad for p in net.parameters()])
     clipper.step += rank
     message = ""
     clipper.backward(processes.losses(model), batch)
@@ -218,4 +239,8 @@ def unread(rank: int, world: int) -> Any:
         clipper.backward(processes.losses(model), batch)
     except RuntimeError as error:
         message = str(error)
-    return gradients, message
+    return gradients, of_domains, message
+
+
+def unread_domains(size: int) -> list[int]:
+    return [place % 2 for place in range(size)]

@@ -75,6 +75,14 @@ def test_buffers_are_kept_in_step_as_the_wrapper_does(tmp_path):
             torch.testing.assert_close(plain, clipped)
 
 
+def test_a_rank_without_examples_gets_the_buffers_too(tmp_path):
+    """It takes part in the broadcast; if it did not, the others would wait for it."""
+    first, second = processes.run(ddp_cells.idle, 2, tmp_path, 2)
+    assert first[0].abs().max() > 0  # the running mean
+    for one, other in zip(first, second, strict=True):
+        assert torch.equal(one, other)
+
+
 def test_faults_reach_all_ranks_alike(tmp_path):
     first, second = processes.run(ddp_cells.faults, 2, tmp_path, 2)
     assert "micro-batch 1 of rank 1 is not finite" in first["nonfinite"]
@@ -93,7 +101,11 @@ def test_as_on_an_accelerator(tmp_path):
     """Without a look at what the others said; a missed step is noticed one step later."""
     world, sizes = 2, (6, 3)
     batches = [processes.batch(rank, sizes[rank], torch.float64) for rank in range(world)]
-    wanted = processes.twin(processes.Net(torch.float64), batches, 2)
-    for gradients, message in processes.run(ddp_cells.unread, world, tmp_path, world):
+    net = processes.Net(torch.float64)
+    wanted = processes.twin(net, batches, 2)
+    domains = [ddp_cells.unread_domains(size) for size in sizes]
+    wanted_of_domains = processes.twin(net, batches, 2, domains=domains)
+    for gradients, of_domains, message in processes.run(ddp_cells.unread, world, tmp_path, world):
         properties.assert_close(gradients, wanted, 1e-12)
-        assert "rank 0: step 3, rank 1: step 4" in message
+        properties.assert_close(of_domains, wanted_of_domains, 1e-12)
+        assert "rank 0: step 4, rank 1: step 5" in message

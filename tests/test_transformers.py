@@ -121,6 +121,15 @@ def test_domains_need_small_microbatches(tmp_path):
         run.train()
 
 
+def test_a_short_last_batch_is_a_batch(tmp_path):
+    """b is as large as a batch, and larger than the last one of the epoch."""
+    data = [{**e, "place": i % 2} for i, e in enumerate(examples("bert"))]
+    run = trainer(tmp_path, bert(), data, b=4, clip={"domain_column": "place"})
+    run.train()
+    assert run.clipper.outcome.domains == (0, 1, 0, 1)
+    assert run.clipper.outcome.sizes.tolist() == [2, 2, 1, 1]
+
+
 def test_bf16(tmp_path):
     model, data, watch = bert(), examples("bert"), Watch()
     trainer(tmp_path, model, data, b=2, watch=[watch], bf16=True).train()
