@@ -227,6 +227,12 @@ class TestSteps:
                 continue  # the prefactor is exchanged for a smaller one, which needs a sign
             assert lemmas.one_step_drift(c=ratio, C=ratio, **at) <= long + 1e-12
 
+    def test_without_draggers_the_printed_drift_is_undefined(self):
+        with pytest.raises(ValueError, match="must not be 0 here"):
+            lemmas.one_step_drift(g=1, b=4, epsilon=0, c=1, C=1, sigma=1)
+        with pytest.raises(ValueError, match="must not be 0 here"):
+            steps.drift_before_simplifying(g=1, mu=1, b=4, epsilon=0, sigma=1)
+
     def test_clipping_step(self):
         # -.1 * .05 (the drift of TestLemmas) + 2 * .01/2
         found = steps.clipping_step(g=3, eta=0.1, b=9, epsilon=0.5, c=3, C=4, sigma=6, L=2)

@@ -212,6 +212,14 @@ class TestTrainings:
         torch.testing.assert_close(update(gradients, 1, rules.Unit()), torch.tensor([[0.3, 0.65]]))
         assert update(gradients, 4, None).tolist() == [[2.25, 5.5]]
 
+    def test_what_is_reported(self):
+        # eta = 1/2 and no noise: |g| is 2, 1, 1/2, 1/4
+        calm = World(epsilon=0, c=0, C=0, sigma=0, gap=2)
+        report = simulate(calm, T=4, B=1, runs=2)
+        assert report.mean_norm == pytest.approx(3.75 / 4)
+        assert report.least_norm == pytest.approx(0.25)
+        assert report.root_mean_square == pytest.approx(math.sqrt((4 + 1 + 0.25 + 0.0625) / 4))
+
     def test_seeds_repeat_and_differ(self):
         world = World(epsilon=0.3, c=3, C=6, sigma=1)
         first, again, other = (simulate(world, T=5, B=4, runs=3, seed=s).norms for s in (1, 1, 2))
