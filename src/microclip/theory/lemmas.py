@@ -94,7 +94,7 @@ def star_floor(g: Vector, mu: Vector, delta: Vector, epsilon: float) -> float:
 
         star  >=  (1-epsilon) |g|^2 / ((1-epsilon)|g| + epsilon |mu| + |Delta|)
 
-    It fails for epsilon above about 0.47: `counterexamples.floor_of_star`.
+    It fails for epsilon from about 0.48 on: `counterexamples.floor_of_star`.
 
     >>> star_floor(g=[1, 0], mu=[0, 1], delta=[0.5, 0], epsilon=0.5)  # 0.5 / (0.5 + 0.5 + 0.5)
     0.3333333333333333
