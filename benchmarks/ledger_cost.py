@@ -5,8 +5,9 @@
 
 Steps with and without take turns one by one, and a cycle lasts from one flush to the next, so its
 ratio has everything in it: recording, converting, writing, and waiting for the disk. Beside it
-stands the time spent inside the ledger alone, as a share of the steps without: two of those ratios
-can be told apart where the machine's noise is larger than what is to be seen.
+stands the time spent inside the ledger alone, as a share of the steps without, by the clock and by
+the processor's time: those can be told from nothing where a machine's noise is larger than the
+difference of two steps, and the last one also while others compute.
 """
 
 from __future__ import annotations
@@ -32,15 +33,28 @@ from models import Task, gpt
 IMAGES = 900
 
 
+class Stopwatch:
+    """Adds up time by the clock, and of the processor."""
+
+    def __init__(self) -> None:
+        self.clock = self.processor = 0.0
+
+    def __enter__(self) -> None:
+        self._start = time.perf_counter(), time.process_time()
+
+    def __exit__(self, *error: object) -> None:
+        self.clock += time.perf_counter() - self._start[0]
+        self.processor += time.process_time() - self._start[1]
+
+
 class Timed(Ledger):
     """A ledger that knows how long it took."""
 
-    seconds = 0.0
+    watch = Stopwatch()
 
     def record(self, outcome: Outcome, rank: int | None = None) -> None:
-        start = time.perf_counter()
-        super().record(outcome, rank)
-        self.seconds += time.perf_counter() - start
+        with self.watch:
+            super().record(outcome, rank)
 
 
 def demo() -> Task:
@@ -62,41 +76,38 @@ def compare(name: str, task: Task, b: int, flush_every: int, cycles: int) -> Non
     optimizer = torch.optim.AdamW(task.model.parameters(), lr=1e-6)
     size = len(task.batch[0])
 
-    def step(clipper: Clipper) -> float:
+    def step(clipper: Clipper, watch: Stopwatch) -> None:
         ids = torch.randint(0, IMAGES, (size,))
-        start = time.perf_counter()
-        optimizer.zero_grad()
-        clipper.backward(task.losses, task.batch, ids=ids)
-        optimizer.step()
-        return time.perf_counter() - start
+        with watch:
+            optimizer.zero_grad()
+            clipper.backward(task.losses, task.batch, ids=ids)
+            optimizer.step()
 
     with tempfile.TemporaryDirectory() as folder:
         ledger = Timed(folder, flush_every=flush_every, flush_seconds=None)
         bare, recorded = Clipper(task.model, b), Clipper(task.model, b, ledger=ledger)
         for _ in range(5):
-            step(bare)
-            step(recorded)
+            step(bare, Stopwatch())
+            step(recorded, Stopwatch())
         ledger.flush()
-        ratios, shares, milliseconds = [], [], []
+        ratios, by_clock, by_processor, milliseconds = [], [], [], []
         for _ in range(cycles):
-            ledger.seconds = without = with_ledger = 0.0
+            ledger.watch, without, with_ledger = Stopwatch(), Stopwatch(), Stopwatch()
             for turn in range(flush_every):
-                if turn % 2:
-                    without += step(bare)
-                    with_ledger += step(recorded)
-                else:
-                    with_ledger += step(recorded)
-                    without += step(bare)
-            ratios.append(with_ledger / without)
-            shares.append(ledger.seconds / without)
-            milliseconds.append(without / flush_every * 1e3)
+                pair = [(bare, without), (recorded, with_ledger)]
+                for clipper, watch in pair if turn % 2 else reversed(pair):
+                    step(clipper, watch)
+            ratios.append(with_ledger.clock / without.clock)
+            by_clock.append(ledger.watch.clock / without.clock)
+            by_processor.append(ledger.watch.processor / without.processor)
+            milliseconds.append(without.clock / flush_every * 1e3)
         ledger.close()
         rows = open_ledger(folder).rows
     print(
         f"{name:>5} b={b:<2} {size // b:>3} micro-batches, step of "
         f"{statistics.median(milliseconds):6.2f} ms, flushed every {flush_every}: "
-        f"ratio {spread(ratios, '.4f')}, inside the ledger {spread(shares, '.2%')} "
-        f"({rows} rows)",
+        f"ratio {spread(ratios, '.3f')}, inside the ledger {spread(by_clock, '.2%')} by the clock, "
+        f"{spread(by_processor, '.2%')} of the processor ({rows} rows)",
         flush=True,
     )
 
