@@ -8,14 +8,14 @@ by c |g| <= |mu|, dragger over benign, but prints the fraction the other way rou
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-RESAMPLINGS = 300
+RESAMPLINGS = 1000
 CONFIDENCE = 0.95
+TINY = torch.finfo(torch.float64).tiny
 
 
 @dataclass(frozen=True)
@@ -106,66 +106,61 @@ def look_at(
             f"{len(found)} examples are labelled as draggers."
         )
     norms = matrix.diagonal().clamp(min=0).sqrt()
-    cosines = matrix / (norms.unsqueeze(1) * norms).clamp(min=torch.finfo(matrix.dtype).tiny)
-    samples = _Samples(bad, good, resamplings, seed)
-
-    def dragger_over_benign(d: Tensor, b: Tensor) -> float:
-        return norms[d].mean().item() / _trimmed(norms[b], trim)
-
-    def dragger_over_mean(d: Tensor, b: Tensor) -> float:
-        signal = _off_diagonal(matrix, b, b)
-        return norms[d].mean().item() / math.sqrt(signal) if signal > 0 else math.inf
-
-    estimate = samples.estimate
+    cosines = matrix / (norms.unsqueeze(1) * norms).clamp(min=TINY)
+    d, b = _samples(bad, good, resamplings, seed)
+    ratio = _mean(norms, d) / _trimmed(norms, b, trim).clamp(min=TINY)
+    signal = _over_pairs(matrix, b, b).clamp(min=TINY).sqrt()
     return Draggers(
         draggers=len(bad),
         benign=len(good),
-        dragger_benign=estimate(lambda d, b: _off_diagonal(cosines, d, b)),
-        benign_benign=estimate(lambda d, b: _off_diagonal(cosines, b, b)),
-        dragger_dragger=(
-            estimate(lambda d, b: _off_diagonal(cosines, d, d)) if len(bad) > 1 else None
-        ),
+        dragger_benign=_estimate(_over_pairs(cosines, d, b)),
+        benign_benign=_estimate(_over_pairs(cosines, b, b)),
+        dragger_dragger=_estimate(_over_pairs(cosines, d, d)) if len(bad) > 1 else None,
         dragger_benign_spread=_spread(cosines, bad, good),
         benign_benign_spread=_spread(cosines, good, good),
-        dragger_to_mean=estimate(lambda d, b: _to_mean(matrix, d, b)),
-        benign_to_mean=estimate(lambda d, b: _to_mean(matrix, b, b)),
-        dragger_over_benign=estimate(dragger_over_benign),
-        benign_over_dragger=estimate(lambda d, b: 1 / max(dragger_over_benign(d, b), 1e-300)),
-        dragger_over_mean=estimate(dragger_over_mean),
+        dragger_to_mean=_estimate(_to_mean(matrix, d, b)),
+        benign_to_mean=_estimate(_to_mean(matrix, b, b)),
+        dragger_over_benign=_estimate(ratio),
+        benign_over_dragger=_estimate(1 / ratio.clamp(min=TINY)),
+        dragger_over_mean=_estimate(_mean(norms, d) / signal),
         trim=trim,
     )
 
 
-class _Samples:
-    """The examples, and bootstrap samples of them, draggers and benign ones each by themselves."""
-
-    def __init__(self, bad: Tensor, good: Tensor, count: int, seed: int) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        self._own = bad, good
-        self._drawn = [
-            tuple(
-                kind[torch.randint(len(kind), (len(kind),), generator=generator)]
-                for kind in (bad, good)
-            )
-            for _ in range(count)
-        ]
-
-    def estimate(self, statistic: Callable[[Tensor, Tensor], float]) -> Estimate:
-        """Return a statistic of draggers and benign examples, with its interval."""
-        values = torch.tensor([statistic(*sample) for sample in self._drawn], dtype=torch.float64)
-        tail = (1 - CONFIDENCE) / 2
-        ordered = values[~values.isnan()].sort().values
-        place = int(tail * len(ordered))
-        low, high = (ordered[place], ordered[-1 - place]) if len(ordered) else (math.nan, math.nan)
-        return Estimate(statistic(*self._own), float(low), float(high))
+# Samples are rows of counts, one column per example: how often it was drawn. The first row is the
+# examples themselves, the others are bootstrap samples, draggers and benign ones each apart.
 
 
-def _off_diagonal(values: Tensor, rows: Tensor, columns: Tensor) -> float:
-    """Return the mean over pairs of different examples; copies of one are no pair."""
-    different = rows.unsqueeze(1) != columns
-    count = different.sum().item()
-    total = (values[rows.unsqueeze(1), columns] * different).sum().item()
-    return total / count if count else math.nan
+def _samples(bad: Tensor, good: Tensor, count: int, seed: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    examples = len(bad) + len(good)
+    found = []
+    for kind in (bad, good):
+        drawn = kind[torch.randint(len(kind), (count + 1, len(kind)), generator=generator)]
+        drawn[0] = kind
+        counts = torch.zeros(count + 1, examples, dtype=torch.float64)
+        found.append(counts.scatter_add_(1, drawn, torch.ones(drawn.shape, dtype=torch.float64)))
+    return found[0], found[1]
+
+
+def _estimate(values: Tensor) -> Estimate:
+    """Return what the examples say, with the interval of what the bootstrap samples say."""
+    replicates = values[1:][~values[1:].isnan()].sort().values
+    if not len(replicates):
+        return Estimate(values[0].item(), math.nan, math.nan)
+    place = int((1 - CONFIDENCE) / 2 * len(replicates))
+    return Estimate(values[0].item(), replicates[place].item(), replicates[-1 - place].item())
+
+
+def _mean(values: Tensor, counts: Tensor) -> Tensor:
+    return counts @ values / counts.sum(1)
+
+
+def _over_pairs(values: Tensor, one: Tensor, other: Tensor) -> Tensor:
+    """Return means over pairs of different examples; copies of one are no pair."""
+    same = one * other
+    total = ((one @ values) * other).sum(1) - same @ values.diagonal()
+    return total / (one.sum(1) * other.sum(1) - same.sum(1))
 
 
 def _spread(cosines: Tensor, rows: Tensor, columns: Tensor) -> float:
@@ -173,17 +168,22 @@ def _spread(cosines: Tensor, rows: Tensor, columns: Tensor) -> float:
     return pairs.std().item() if len(pairs) > 1 else 0.0
 
 
-def _to_mean(matrix: Tensor, rows: Tensor, mean: Tensor) -> float:
-    """Return the mean cosine of examples and a mean gradient that leaves the example out."""
-    parts = (rows.unsqueeze(1) != mean).to(matrix.dtype)
-    inner = matrix[mean.unsqueeze(1), mean]
-    products = (matrix[rows.unsqueeze(1), mean] * parts).sum(1)
-    squares = torch.einsum("rk,kl,rl->r", parts, inner, parts).clamp(min=0)
-    lengths = (matrix.diagonal()[rows].clamp(min=0) * squares).sqrt()
-    return (products / lengths.clamp(min=torch.finfo(matrix.dtype).tiny)).mean().item()
+def _to_mean(matrix: Tensor, counts: Tensor, others: Tensor) -> Tensor:
+    """Return mean cosines of examples and a mean gradient that leaves the example out."""
+    own = matrix.diagonal()
+    sums = others @ matrix  # every example with the sum of the others, itself included if it is
+    products = sums - others * own
+    whole = (sums * others).sum(1, keepdim=True)
+    squares = (whole - 2 * others * sums + others.square() * own).clamp(min=0)
+    cosines = products / (own.clamp(min=0) * squares).sqrt().clamp(min=TINY)
+    return (counts * cosines).sum(1) / counts.sum(1)
 
 
-def _trimmed(norms: Tensor, trim: float) -> float:
-    """Return the mean of the shortest; at least one is kept."""
-    kept = max(1, round(len(norms) * (1 - trim)))
-    return norms.sort().values[:kept].mean().clamp(min=1e-300).item()
+def _trimmed(norms: Tensor, counts: Tensor, trim: float) -> Tensor:
+    """Return means over the shortest of each sample; at least one is kept."""
+    order = norms.argsort()
+    kept = (counts.sum(1, keepdim=True) * (1 - trim)).round().clamp(min=1)
+    ordered = counts[:, order]
+    before = ordered.cumsum(1) - ordered
+    taken = torch.minimum(ordered, (kept - before).clamp(min=0))
+    return taken @ norms[order] / taken.sum(1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -142,7 +143,7 @@ class Probe:
                 f"{row.effective_sample_size:.3g}",
                 f"{row.alignment:.3f}",
                 f"{row.efficiency:.3g}",
-                f"{row.gain:.2f} ({row.gain_low:.2f} to {row.gain_high:.2f})",
+                f"{row.gain:.2f} ({_end(row.gain_low)} to {_end(row.gain_high)})",
                 f"{100 * row.first:.0f} %",
             ]
             table.append(([row.rule] if several else []) + cells)
@@ -160,3 +161,8 @@ def _aligned(table: list[list[str]]) -> list[str]:
         "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
         for row in table
     ]
+
+
+def _end(value: float) -> str:
+    """Return the end of an interval; "?" where the examples do not set one."""
+    return f"{value:.2f}" if math.isfinite(value) else "?"
