@@ -15,6 +15,7 @@ from typing import Any
 import microclip
 from microclip.demo.config import DemoConfig
 from microclip.probing.config import ProbeConfig
+from microclip.report.config import ReportConfig
 from microclip.theory.config import TheoryConfig
 
 ABOUT = """Adaptive micro-batch clipping for PyTorch: train better on data that is not clean.
@@ -25,6 +26,8 @@ What the theory says of each micro-batch size:  microclip theory
 
 What each micro-batch size would do to your model:  microclip probe --task module:function
 
+A page of what clipping did to your data:  microclip report RUN...
+
 What a command does and which options it takes:  microclip demo --help
 
 The version:  microclip --version"""
@@ -34,6 +37,7 @@ EXTRAS = {
     "cli": ("tyro", "rich"),
     "demo": ("sklearn", "scipy", "matplotlib"),
     "plot": ("matplotlib",),
+    "report": ("jinja2", "plotly", "pyarrow", "numpy"),
 }
 
 
@@ -44,6 +48,7 @@ class Command:
     options: type
     extra: str  # what must be installed for it
     carry_out: Callable[[Any], None]
+    positional: bool = False  # whether what must be given needs no name
 
 
 def demo(config: DemoConfig) -> None:
@@ -62,6 +67,13 @@ def probe(config: ProbeConfig) -> None:
     show(config)
 
 
+def report(config: ReportConfig) -> None:
+    """Carry out `microclip report`."""
+    from microclip.report.command import show
+
+    show(config)
+
+
 def theory(config: TheoryConfig) -> None:
     """Carry out `microclip theory`."""
     from microclip.theory.command import show
@@ -72,6 +84,7 @@ def theory(config: TheoryConfig) -> None:
 COMMANDS = {
     "demo": Command(DemoConfig, "demo", demo),
     "probe": Command(ProbeConfig, "cli", probe),
+    "report": Command(ReportConfig, "report", report, positional=True),
     "theory": Command(TheoryConfig, "plot", theory),
 }
 
@@ -106,14 +119,17 @@ def parse(arguments: Sequence[str]) -> tuple[Command, Any]:
 
     app = tyro.extras.SubcommandApp()  # keeps the name of a command even if it is the only one
     for name, command in COMMANDS.items():
-        app.command(name=name)(command.options)
-    options = app.cli(
+        positional: Any = tyro.conf.PositionalRequiredArgs
+        app.command(name=name)(
+            positional[command.options] if command.positional else command.options
+        )
+    chosen = app.cli(
         prog="microclip",
         description=ABOUT,
         args=arguments,
         config=(tyro.conf.FlagCreatePairsOff,),
     )
-    return next(c for c in COMMANDS.values() if isinstance(options, c.options)), options
+    return next(c for c in COMMANDS.values() if isinstance(chosen, c.options)), chosen
 
 
 def require(extra: str) -> None:

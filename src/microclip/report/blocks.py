@@ -1,0 +1,133 @@
+"""What a page is made of: sections with sentences, figures, tables and galleries. Data only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Tone = Literal["plain", "note", "finding"]
+
+
+@dataclass(frozen=True)
+class Paragraph:
+    """A few sentences; a note is small, a finding stands out."""
+
+    text: str
+    tone: Tone = "plain"
+    block: str = "paragraph"
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """What plotly draws: traces and a layout. A colour is a name of the style sheet: var(--ink)."""
+
+    data: Sequence[Mapping[str, Any]]
+    layout: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A figure, or several to choose from by name."""
+
+    key: str
+    title: str
+    how_to_read: str
+    choices: Mapping[str, Drawing]
+    choose: str = ""  # what is chosen, in a word
+    height: int = 340  # pixels
+    block: str = "figure"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """An entry of a table, and what it is sorted by, if not by its text."""
+
+    text: str
+    sort: float | str | None = None
+    marked: bool = False
+    sparkline: tuple[float | None, ...] = ()
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table; the first cell of a row is its name."""
+
+    key: str
+    caption: str
+    headings: Sequence[str]
+    rows: Sequence[Sequence[Cell]]
+    numeric: Sequence[bool] = ()
+    sortable: bool = False
+    filterable: bool = False
+    sorted_by: int = -1  # the column that rows come sorted by
+    download: str = ""  # a data URI
+    block: str = "table"
+
+
+@dataclass(frozen=True)
+class Tile:
+    """An example in a gallery."""
+
+    id: str
+    rank: int
+    score: float | None
+    facts: Sequence[tuple[str, str]]  # what is said of it, in names and values
+    kind: str = ""  # "image", "audio", "text", or nothing to be shown
+    uri: str = ""
+    pixelated: bool = False
+    text: str = ""
+    note: str = ""
+    label: str | None = None
+    truth: str | None = None
+    domain: str | None = None
+    appearances: int = 0
+    weight: float | None = None
+    sparkline: tuple[float | None, ...] = ()
+
+    @property
+    def wrong(self) -> bool:
+        """Whether its label is known to be wrong."""
+        return self.truth is not None and self.label is not None and self.label != self.truth
+
+
+@dataclass(frozen=True)
+class Gallery:
+    """Examples to look at."""
+
+    key: str
+    tiles: Sequence[Tile]
+    how_to_read: str
+    block: str = "gallery"
+
+    @property
+    def labels(self) -> list[str]:
+        """All labels, sorted."""
+        return sorted({tile.label for tile in self.tiles if tile.label is not None})
+
+    @property
+    def domains(self) -> list[str]:
+        """All domains, sorted."""
+        return sorted({tile.domain for tile in self.tiles if tile.domain is not None})
+
+
+Block = Paragraph | Figure | Table | Gallery
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of the page, with a heading."""
+
+    key: str
+    title: str
+    blocks: Sequence[Block]
+
+
+@dataclass(frozen=True)
+class Page:
+    """All of it."""
+
+    title: str
+    verdict: Sequence[str]
+    sections: Sequence[Section]
+    made_by: str = ""

@@ -1,0 +1,217 @@
+"""Several runs side by side: the last value of a metric by setting, over seeds, against plain.
+
+Differences are paired: a setting minus plain training of the same seed, so that what a seed makes
+harder for both cancels out.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from microclip.report.runs import Run
+from microclip.report.statistics import Estimate, estimate
+
+LOWER = re.compile(r"loss|error|wer\b|cer\b|perplexity|ppl|rmse|mae\b|mse\b|nll", re.IGNORECASE)
+TEST = re.compile(r"test", re.IGNORECASE)
+VALIDATION = re.compile(r"valid|(^|[^a-z])(val|dev|eval)([^a-z]|$)", re.IGNORECASE)
+
+
+@dataclass(frozen=True, eq=False)
+class Setting:
+    """Runs that differ in nothing but their seed."""
+
+    microbatch_size: int | None
+    name: str
+    runs: tuple[Run, ...]
+
+    def values(self, metric: str) -> list[tuple[int | None, float]]:
+        """Return the last value of a metric in each run, with its seed."""
+        return [
+            (run.seed, list(run.metrics[metric].values())[-1])
+            for run in self.runs
+            if run.metrics.get(metric)
+        ]
+
+
+@dataclass(frozen=True)
+class Row:
+    """A setting's figure, and how far it is from that of plain training."""
+
+    setting: Setting
+    value: Estimate
+    difference: Estimate | None  # None: plain itself, or no seeds in common
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The settings of a group."""
+
+    group: str | None
+    settings: tuple[Setting, ...]  # plain first, then by b
+    metrics: tuple[str, ...]  # those that all settings have, the one to judge by first
+
+    @property
+    def headline(self) -> str:
+        """The metric that runs are judged by."""
+        return self.metrics[0]
+
+    @property
+    def is_curve(self) -> bool:
+        """Whether there is one setting for each b, so that they can be joined by a line."""
+        sizes = [setting.microbatch_size for setting in self.settings]
+        return len(sizes) == len(set(sizes))
+
+    def rows(self, metric: str) -> list[Row]:
+        """Return every setting's figures."""
+        plain = [setting for setting in self.settings if setting.microbatch_size is None]
+        baseline = plain[0] if len(plain) == 1 else None
+        return [
+            Row(
+                setting,
+                estimate([value for _, value in setting.values(metric)]),
+                None if baseline in (None, setting) else _paired(setting, baseline, metric),
+            )
+            for setting in self.settings
+        ]
+
+
+def compare(runs: Sequence[Run]) -> list[Comparison]:
+    """Return a comparison for each group that has two settings or more with a metric in common."""
+    groups: dict[str | None, list[Run]] = {}
+    for run in runs:
+        if run.described:
+            groups.setdefault(run.group, []).append(run)
+    found = []
+    for group, members in groups.items():
+        settings = _settings(members)
+        metrics = _common_metrics(settings)
+        if len(settings) > 1 and metrics:
+            found.append(Comparison(group, settings, metrics))
+    return found
+
+
+def verdict(comparison: Comparison) -> str | None:
+    """Say in a sentence what came out, for the size that is best on *validation* data.
+
+    Naming the best by the figure that it is then judged by would flatter it: of several sizes one
+    is always lucky.
+    """
+    metric = comparison.headline
+    rows = [row for row in comparison.rows(metric) if row.difference is not None]
+    if not rows:
+        return None
+    sign = -1 if lower_is_better(metric) else 1
+    judge = next((m for m in comparison.metrics if VALIDATION.search(m) and m != metric), metric)
+    judged = {row.setting: row.value.mean for row in comparison.rows(judge)}
+    best_sign = -1 if lower_is_better(judge) else 1
+    # where nothing is left out, b = B is plain training: it is no choice, unless it is the only one
+    choices = [row for row in rows if _differs(row)] or rows
+    best = max(choices, key=lambda row: best_sign * judged[row.setting])
+    assert best.difference is not None
+    found = f"Best by {judge}: {best.setting.name}. Against plain training it makes "
+    seeds = f"{best.difference.count} seed{'s' if best.difference.count > 1 else ''}"
+    found += f"{signed(best.difference)} of {metric}, over {seeds}: "
+    if best.difference.low is None or best.difference.high is None:
+        return found + "one seed says little. Train with more of them."
+    low, high = sorted((sign * best.difference.low, sign * best.difference.high))
+    if low > 0:
+        end = "clipping helps here."
+    elif high < 0:
+        end = "no b beats plain training here."
+    else:
+        end = "no clear difference, the interval includes 0. More seeds would narrow it."
+    if judge == metric:
+        end += (
+            " It was chosen by the same figure that it is judged by, which flatters it; log one on "
+            "validation data to choose by."
+        )
+    return found + end
+
+
+def lower_is_better(metric: str) -> bool:
+    """Say whether a metric is one of those that should fall, by its name."""
+    return bool(LOWER.search(metric))
+
+
+def signed(difference: Estimate) -> str:
+    """Return a difference with its interval, as it is printed everywhere.
+
+    >>> signed(Estimate(0.5, 0.25, 0.75, 8))
+    '+0.50 (+0.25 to +0.75)'
+    """
+    if difference.low is None or difference.high is None:
+        return f"{difference.mean:+.{_places(difference.mean)}f}"
+    places = _places(difference.high - difference.low)
+    return (
+        f"{difference.mean:+.{places}f} ({difference.low:+.{places}f} to "
+        f"{difference.high:+.{places}f})"
+    )
+
+
+def unsigned(value: Estimate) -> str:
+    """Return a figure with its interval.
+
+    >>> unsigned(Estimate(95.123, 94.5, 95.75, 8))
+    '95.12 (94.50 to 95.75)'
+    """
+    if value.low is None or value.high is None:
+        return f"{value.mean:.{_places(value.mean) + 1}f}"
+    places = _places(value.high - value.low)
+    return f"{value.mean:.{places}f} ({value.low:.{places}f} to {value.high:.{places}f})"
+
+
+def _places(width: float) -> int:
+    """Return so many decimals that the width has two digits that count; two at least."""
+    size = abs(width)
+    return next((places for places in range(2, 9) if size * 10**places >= 10), 2)
+
+
+def _differs(row: Row) -> bool:
+    assert row.difference is not None
+    found = (row.difference.mean, row.difference.low, row.difference.high)
+    return any(value not in (0, None) for value in found)
+
+
+def _settings(runs: Sequence[Run]) -> tuple[Setting, ...]:
+    alike: dict[tuple[int | None, tuple[tuple[str, str], ...]], list[Run]] = {}
+    for run in runs:
+        alike.setdefault((run.microbatch_size, tuple(sorted(run.settings.items()))), []).append(run)
+    sizes = [size for size, _ in alike]
+    found = []
+    for (size, settings), members in alike.items():
+        name = "plain training" if size is None else f"b = {size}"
+        if sizes.count(size) > 1:
+            others = [dict(s) for b, s in alike if b == size]
+            name += "".join(
+                f", {key} {value[:40]}"
+                for key, value in settings
+                if len({other.get(key) for other in others}) > 1
+            )
+        found.append(Setting(size, name, tuple(members)))
+    return tuple(sorted(found, key=lambda setting: (setting.microbatch_size or 0, setting.name)))
+
+
+def _common_metrics(settings: Sequence[Setting]) -> tuple[str, ...]:
+    names = [{name for run in setting.runs for name in run.metrics} for setting in settings]
+    first = [name for run in settings[0].runs for name in run.metrics]
+    common = [name for name in dict.fromkeys(first) if all(name in each for each in names)]
+    wanted = {run.headline for setting in settings for run in setting.runs}
+
+    def order(name: str) -> tuple[bool, bool, bool, bool]:
+        test, validation = bool(TEST.search(name)), bool(VALIDATION.search(name))
+        return name not in wanted, not test, not validation, lower_is_better(name)
+
+    return tuple(sorted(common, key=order))
+
+
+def _paired(setting: Setting, plain: Setting, metric: str) -> Estimate | None:
+    ours, theirs = setting.values(metric), plain.values(metric)
+    by_seed, baseline = dict(ours), dict(theirs)
+    if len(by_seed) < len(ours) or len(baseline) < len(theirs):  # a seed that came twice
+        return None
+    common = [seed for seed in by_seed if seed is not None and seed in baseline]
+    if not common:
+        return None
+    return estimate([by_seed[seed] - baseline[seed] for seed in common])

@@ -1,0 +1,397 @@
+"""Figures as plotly draws them: traces and layouts, in plain dictionaries.
+
+Colours are names of the style sheet, so that the same figure can be drawn light and dark. What a
+figure means is said in `sections`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from microclip.report.blocks import Drawing
+from microclip.report.comparison import Comparison, Row
+from microclip.report.course import Course, Line
+from microclip.report.runs import Curve, Run
+
+SERIES = 8  # colours that lines are drawn in, one after the other
+DASHES = ("solid", "dash", "dot", "dashdot")
+MARKS = ("circle", "square", "diamond", "triangle-up", "triangle-down", "cross", "star", "x")
+POINTS = 400  # of one line, at most
+ALL_POINTS = 40_000  # of one figure, all choices together
+BINS = 40
+LONGEST_NAME = 40
+
+Trace = dict[str, Any]
+
+
+def curves(runs: Sequence[Run], metrics: Sequence[str]) -> dict[str, Drawing]:
+    """Draw each metric over steps, a line per run; runs of one setting look the same."""
+    looks: dict[str, int] = {}
+    count = sum(metric in run.metrics for run in runs for metric in metrics)
+    points = max(20, min(POINTS, ALL_POINTS // max(count, 1)))
+    drawings = {}
+    several = len({run.microbatch_size for run in runs}) < len(runs)
+    for metric in metrics:
+        seen: set[str] = set()
+        traces = []
+        for run in runs:
+            if metric not in run.metrics:
+                continue
+            name = escaped(cut(run.setting if several and run.described else run.name))
+            place = looks.setdefault(name, len(looks))
+            xs, ys = thinned(run.metrics[metric], points)
+            traces.append(
+                {
+                    "type": "scatter",
+                    "mode": "lines" if len(xs) > 1 else "markers",
+                    "x": xs,
+                    "y": ys,
+                    "name": name,
+                    "legendgroup": name,
+                    "showlegend": name not in seen,
+                    "line": {"color": colour(place), "dash": dash(place), "width": 1.8},
+                    "marker": {"color": colour(place)},
+                    "hovertemplate": f"{escaped(cut(run.name))}<br>step %{{x}}: %{{y:.5g}}"
+                    "<extra></extra>",
+                }
+            )
+            seen.add(name)
+        drawings[metric] = Drawing(
+            traces, {"xaxis": {"title": {"text": "step"}}, "yaxis": {"title": titled(metric)}}
+        )
+    return drawings
+
+
+def norms(course: Course) -> Drawing:
+    """Draw the bands of gradient norms, and the bound."""
+    traces = [
+        *_band(course.steps, course.norms[0.05], course.norms[0.95], "90 % of the norms", "faint"),
+        *_band(course.steps, course.norms[0.25], course.norms[0.75], "half of the norms", "strong"),
+        _line(course.steps, course.norms[0.5], "median norm", "var(--blue)"),
+        _line(course.steps, course.bound, "bound", "var(--orange)", dash="dash"),
+    ]
+    return Drawing(
+        traces,
+        {
+            "xaxis": {"title": {"text": "step"}},
+            "yaxis": {"title": {"text": "norm of a micro-batch's gradient"}, "type": "log"},
+        },
+    )
+
+
+def weights(course: Course) -> Drawing:
+    """Draw the bands of weights."""
+    traces = [
+        *_band(course.steps, course.weights[0.05], course.weights[0.95], "90 %", "faint"),
+        *_band(course.steps, course.weights[0.25], course.weights[0.75], "half", "strong"),
+        _line(course.steps, course.weights[0.5], "median", "var(--blue)"),
+    ]
+    return Drawing(
+        traces,
+        {
+            "xaxis": {"title": {"text": "step"}},
+            "yaxis": {"title": {"text": "weight of a micro-batch"}, "rangemode": "tozero"},
+        },
+    )
+
+
+def histogram(values: Mapping[str, Sequence[float]], title: str) -> Drawing:
+    """Draw how values are distributed, a share of each kind per bar."""
+    everything = np.concatenate([np.asarray(each, dtype=np.float64) for each in values.values()])
+    low, high = float(everything.min()), float(everything.max())
+    # a few that lie far out would leave nothing to be seen of the others: they join the last bar
+    far = float(np.quantile(everything, 0.995))
+    if high - low > 4 * (far - low) > 0:
+        high = far
+    edges = np.linspace(low, high if high > low else low + 1, BINS + 1)
+    middles = ((edges[1:] + edges[:-1]) / 2).tolist()
+    traces = []
+    for place, (name, each) in enumerate(values.items()):
+        counts, _ = np.histogram(np.clip(each, edges[0], edges[-1]), edges)
+        traces.append(
+            {
+                "type": "bar",
+                "x": middles,
+                "y": counts.tolist(),
+                "name": name,
+                "marker": {
+                    "color": "var(--blue)" if place == 0 else "var(--orange)",
+                    "pattern": {"shape": "" if place == 0 else "/", "fgcolor": "var(--paper)"},
+                },
+                "hovertemplate": "%{x:.3g}: %{y}<extra></extra>",
+            }
+        )
+    layout = {
+        "barmode": "stack",
+        "bargap": 0.06,
+        "showlegend": len(traces) > 1,
+        "xaxis": {"title": {"text": title}},
+        "yaxis": {"title": {"text": "examples"}},
+    }
+    return Drawing(traces, layout)
+
+
+def domains_over_time(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Drawing:
+    """Draw each domain's share of the weight over its share of the examples, over time."""
+    traces = []
+    for place, name in enumerate(names):
+        own = [row for row in rows if row["domain"] == name]
+        traces.append(
+            {
+                "type": "scatter",
+                "mode": "lines+markers",
+                "x": [(row["first_step"] + row["last_step"]) / 2 for row in own],
+                "y": [row["ratio"] for row in own],
+                "name": escaped(cut(name)),
+                "line": {"color": colour(place), "dash": dash(place), "width": 1.8},
+                "marker": {"symbol": MARKS[place % len(MARKS)], "size": 6},
+                "connectgaps": True,
+                "hovertemplate": "%{y:.2f}",
+            }
+        )
+    return Drawing(
+        traces,
+        {
+            "xaxis": {"title": {"text": "step"}},
+            "yaxis": {"title": {"text": "share of weight / share of examples"}},
+            "shapes": [_level(1)],
+        },
+    )
+
+
+def domain_ratios(rows: Sequence[Mapping[str, Any]]) -> Drawing:
+    """Draw every domain's ratio with its interval, the one most held back on top."""
+    known = [row for row in rows if row["ratio"] is not None][::-1]
+    trace = {
+        "type": "scatter",
+        "mode": "markers",
+        "x": [row["ratio"] for row in known],
+        "y": [escaped(cut(row["domain"])) for row in known],
+        "error_x": _errors(
+            [row["ratio"] for row in known],
+            [row["low"] for row in known],
+            [row["high"] for row in known],
+        ),
+        "marker": {"color": "var(--blue)", "size": 9},
+        "hovertemplate": "%{y}: %{x:.2f}<extra></extra>",
+        "showlegend": False,
+    }
+    upright = {**_level(1), "x0": 1, "x1": 1, "xref": "x", "y0": 0, "y1": 1, "yref": "paper"}
+    return Drawing(
+        [trace],
+        {
+            "xaxis": {"title": {"text": "share of weight / share of examples"}},
+            "yaxis": {"type": "category", "automargin": True},
+            "shapes": [upright],
+        },
+    )
+
+
+def sweet_spot(comparison: Comparison, metric: str) -> Drawing:
+    """Draw a metric by setting with its intervals, and below it the difference to plain."""
+    rows = comparison.rows(metric)
+    clipped = [row for row in rows if row.setting.microbatch_size is not None]
+    plain = [row for row in rows if row.setting.microbatch_size is None]
+    if not clipped:
+        clipped, plain = plain, []
+    names = [_tick(comparison, row) for row in clipped]
+    traces = [_estimates(names, clipped, [row.value for row in clipped], "clipped", "")]
+    layout: dict[str, Any] = {
+        "xaxis": {"type": "category", "title": {"text": "micro-batch size b"}},
+        "yaxis": {"title": titled(metric)},
+        "shapes": [],
+    }
+    if not comparison.is_curve:
+        layout["xaxis"]["title"]["text"] = "setting"
+        traces[0]["mode"] = "markers"
+    if len(plain) == 1:
+        value = plain[0].value
+        traces.append(_level_trace(names, value.mean, "plain training"))
+        if value.low is not None:
+            layout["shapes"].append(_strip(value.low, value.high))
+    differing = [row for row in clipped if row.difference is not None]
+    if differing:
+        traces.append(
+            _estimates(
+                [_tick(comparison, row) for row in differing],
+                differing,
+                [row.difference for row in differing],
+                "difference to plain",
+                "2",
+            )
+        )
+        if not comparison.is_curve:
+            traces[-1]["mode"] = "markers"
+        layout["xaxis"] |= {"anchor": "y2", "domain": [0, 1]}
+        layout["yaxis"] |= {"domain": [0.56, 1]}
+        layout["yaxis2"] = {
+            "domain": [0, 0.44],
+            "anchor": "x",
+            "title": {"text": "difference to plain"},
+            "zeroline": False,
+        }
+        layout["shapes"].append({**_level(0), "yref": "y2"})
+    return Drawing(traces, layout)
+
+
+def thinned(curve: Curve, points: int) -> tuple[list[int], list[float]]:
+    """Return a curve's points, means of neighbours if there are too many; the last one as it is."""
+    steps, values = list(curve), list(curve.values())
+    if len(steps) <= points:
+        return steps, rounded(values)
+    pieces = np.array_split(np.arange(len(steps) - 1), points - 1)
+    xs = [steps[int(piece[len(piece) // 2])] for piece in pieces]
+    ys = [math.fsum(values[i] for i in piece) / len(piece) for piece in pieces]
+    return [*xs, steps[-1]], rounded([*ys, values[-1]])
+
+
+def rounded(values: Sequence[float | None]) -> list[Any]:
+    """Return values with as many digits as can be seen."""
+    return [None if value is None else float(f"{value:.6g}") for value in values]
+
+
+def cut(text: str, length: int = LONGEST_NAME) -> str:
+    """Return a text that fits into a legend."""
+    return text if len(text) <= length else f"{text[: length - 1]}…"
+
+
+def escaped(text: str) -> str:
+    """Return a text in which plotly finds no markup and no values to fill in."""
+    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;").replace("%{", "% {")
+
+
+def titled(text: str) -> dict[str, str]:
+    """Return the title of an axis."""
+    return {"text": escaped(cut(text))}
+
+
+def colour(place: int) -> str:
+    """Return the colour of a line, by its place among others."""
+    return f"var(--s{place % SERIES + 1})"
+
+
+def dash(place: int) -> str:
+    """Return how a line is dashed: what has the same colour looks different."""
+    return DASHES[place // SERIES % len(DASHES)]
+
+
+def _tick(comparison: Comparison, row: Row) -> str:
+    if comparison.is_curve and row.setting.microbatch_size is not None:
+        return str(row.setting.microbatch_size)
+    return escaped(cut(row.setting.name, 30))
+
+
+def _estimates(
+    names: Sequence[str], rows: Sequence[Row], estimates: Sequence[Any], name: str, axis: str
+) -> Trace:
+    return {
+        "type": "scatter",
+        "mode": "lines+markers",
+        "x": names,
+        "y": [each.mean for each in estimates],
+        "xaxis": "x",
+        "yaxis": f"y{axis}",
+        "error_y": _errors(
+            [each.mean for each in estimates],
+            [each.low for each in estimates],
+            [each.high for each in estimates],
+        ),
+        "name": name,
+        "line": {"color": "var(--blue)", "width": 1.8},
+        "marker": {"color": "var(--blue)", "size": 8},
+        "showlegend": not axis,
+        "hovertemplate": "%{x}: %{y:.5g}<extra></extra>",
+        "customdata": [each.count for each in estimates],
+    }
+
+
+def _errors(
+    means: Sequence[float], lows: Sequence[float | None], highs: Sequence[float | None]
+) -> dict[str, Any]:
+    above = [0.0 if h is None else h - m for m, h in zip(means, highs, strict=True)]
+    below = [0.0 if low is None else m - low for m, low in zip(means, lows, strict=True)]
+    return {
+        "type": "data",
+        "symmetric": False,
+        "array": above,
+        "arrayminus": below,
+        "color": "var(--blue)",
+        "thickness": 1.6,
+        "width": 5,
+    }
+
+
+def _level_trace(names: Sequence[str], value: float, name: str) -> Trace:
+    return {
+        "type": "scatter",
+        "mode": "lines",
+        "x": names,
+        "y": [value] * len(names),
+        "name": name,
+        "line": {"color": "var(--orange)", "dash": "dash", "width": 1.8},
+        "hovertemplate": f"{name}: %{{y:.5g}}<extra></extra>",
+    }
+
+
+def _level(value: float) -> dict[str, Any]:
+    return {
+        "type": "line",
+        "xref": "paper",
+        "x0": 0,
+        "x1": 1,
+        "y0": value,
+        "y1": value,
+        "line": {"color": "var(--orange)", "dash": "dash", "width": 1.6},
+    }
+
+
+def _strip(low: float, high: float | None) -> dict[str, Any]:
+    return {
+        "type": "rect",
+        "xref": "paper",
+        "x0": 0,
+        "x1": 1,
+        "y0": low,
+        "y1": high,
+        "fillcolor": "var(--orange-band)",
+        "line": {"width": 0},
+        "layer": "below",
+    }
+
+
+def _line(xs: Sequence[float], ys: Line, name: str, color: str, dash: str = "solid") -> Trace:
+    return {
+        "type": "scatter",
+        "mode": "lines",
+        "x": list(xs),
+        "y": rounded(ys),
+        "name": name,
+        "line": {"color": color, "dash": dash, "width": 1.8},
+        "hovertemplate": "%{y:.3g}",
+    }
+
+
+def _band(xs: Sequence[float], low: Line, high: Line, name: str, strength: str) -> list[Trace]:
+    """Fill what lies between two lines."""
+    shared: Trace = {
+        "type": "scatter",
+        "mode": "lines",
+        "x": list(xs),
+        "line": {"width": 0},
+        "legendgroup": name,
+        "hoverinfo": "skip",
+    }
+    return [
+        {**shared, "y": rounded(low), "showlegend": False, "name": name},
+        {
+            **shared,
+            "y": rounded(high),
+            "name": name,
+            "fill": "tonexty",
+            "fillcolor": f"var(--blue-{strength})",
+        },
+    ]

@@ -1,0 +1,203 @@
+"""Writing a run's folder: what was run, its metrics, its examples, and where its ledger goes.
+
+Needs nothing but the standard library, unless it is given pixels. Reading is done in `runs`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import re
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+FORMAT = "microclip-run"
+VERSION = 1
+RUN, METRICS, EXAMPLES, LEDGER = "run.json", "metrics.jsonl", "examples.jsonl", "ledger"
+MEDIA = "examples"
+RESUMED = "resumed"  # the key of a line that says: what follows may replace what was before
+PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,63}")
+ENDINGS = {"image": "png", "audio": "wav"}  # what a file says it is, not its name, is what counts
+
+
+class RunFolder:
+    """A folder that `microclip report` makes a page of.
+
+    >>> import tempfile
+    >>> folder = tempfile.TemporaryDirectory()
+    >>> run = RunFolder(folder.name, microbatch_size=4, seed=0, settings={"lr": 0.1})
+    >>> run.log(10, loss=0.5, validation_accuracy=0.9)
+    >>> run.example(17, text="It was a dark and stormy night.", label="weather")
+    >>> sorted(path.name for path in run.path.iterdir())
+    ['examples.jsonl', 'metrics.jsonl', 'run.json']
+    >>> folder.cleanup()
+
+    A folder that is there already is gone on with: from the first step that is logged again, what
+    was logged before is replaced.
+
+    Args:
+        path: The folder, made if it does not exist.
+        name: What the page calls the run; the folder's name unless given.
+        microbatch_size: b, or None for plain training.
+        seed: Runs that differ in nothing but their seed are averaged.
+        group: Runs of the same group are compared with each other.
+        settings: Whatever the run was done with: numbers, texts, lists, nested mappings.
+        command: The command that does it again.
+        headline: The metric that runs are judged by; "test_accuracy" or the like is found
+            without being named.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        name: str | None = None,
+        microbatch_size: int | None = None,
+        seed: int | None = None,
+        group: str | None = None,
+        settings: Mapping[str, Any] | None = None,
+        command: str | None = None,
+        headline: str | None = None,
+    ) -> None:
+        if microbatch_size is not None and (
+            isinstance(microbatch_size, bool)
+            or not isinstance(microbatch_size, int)
+            or microbatch_size < 1
+        ):
+            raise ValueError(
+                "microbatch_size must be a positive integer, or None for plain training, but got "
+                f"{microbatch_size!r}."
+            )
+        self.path = Path(path)
+        self.path.mkdir(parents=True, exist_ok=True)
+        described = {
+            "format": FORMAT,
+            "version": VERSION,
+            "name": name or self.path.resolve().name,
+            "microbatch_size": microbatch_size,
+            "seed": seed,
+            "group": group,
+            "settings": dict(settings or {}),
+            "command": command,
+            "headline": headline,
+            "versions": _versions(),
+        }
+        text = json.dumps(described, indent=2, default=str) + "\n"
+        _put(self.path / RUN, text.encode())
+        if (self.path / METRICS).exists():
+            self._append(METRICS, {RESUMED: True})
+
+    def __repr__(self) -> str:
+        return f"RunFolder({str(self.path)!r})"
+
+    @property
+    def ledger(self) -> Path:
+        """Where the ledger of this run belongs: `microclip.Ledger(run.ledger)`."""
+        return self.path / LEDGER
+
+    def log(self, step: int, **metrics: Any) -> None:
+        """Note what was measured after so many steps; what is not finite is noted as unknown."""
+        self.log_all(step, metrics)
+
+    def log_all(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Do as `log` does, for names that Python has no keywords for."""
+        if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+            raise ValueError(f"step must be 0 or a positive integer, but got {step!r}.")
+        if "step" in metrics:
+            raise ValueError("A metric cannot be called step: that is what lines are ordered by.")
+        values = {name: float(value) for name, value in metrics.items()}
+        known = {name: v if math.isfinite(v) else None for name, v in values.items()}
+        self._append(METRICS, {"step": step, **known})
+
+    def example(
+        self,
+        id: int | str,
+        *,
+        image: Any = None,
+        audio: bytes | None = None,
+        text: str | None = None,
+        label: object = None,
+        truth: object = None,
+        domain: object = None,
+    ) -> None:
+        """Describe an example, so that the page can show it. Said again, the last word counts.
+
+        Args:
+            id: The same that the `Clipper` was given as ids=.
+            image: The bytes of an image file, or pixels: height x width (x channels).
+            audio: The bytes of a sound file.
+            text: A text.
+            label: The label it was trained with.
+            truth: The right label, if it is known.
+            domain: Where it comes from.
+        """
+        shown = {"image": image, "audio": audio, "text": text}
+        given = [kind for kind, content in shown.items() if content is not None]
+        if len(given) > 1:
+            raise ValueError(
+                f"An example is shown in one way, but {id!r} was given {' and '.join(given)}."
+            )
+        line: dict[str, Any] = {"id": id}
+        for kind in given:
+            line["kind"] = kind
+            if kind == "text":
+                line["text"] = text
+            else:
+                line["file"] = self._keep(id, kind, shown[kind])
+        facts = {"label": label, "truth": truth, "domain": domain}
+        line |= {name: str(value) for name, value in facts.items() if value is not None}
+        self._append(EXAMPLES, line)
+
+    def _keep(self, id: int | str, kind: str, content: Any) -> str:
+        if not isinstance(content, bytes):
+            from microclip.report.png import png
+
+            content = png(content)
+        (self.path / MEDIA).mkdir(exist_ok=True)
+        stem = str(id)
+        if not PLAIN_NAME.fullmatch(stem):  # an id may be anything, the name of a file may not
+            stem = hashlib.sha256(stem.encode("utf-8", "surrogatepass")).hexdigest()[:32]
+        name = f"{MEDIA}/{stem}.{ENDINGS[kind]}"
+        _put(self.path / name, content)
+        return name
+
+    def _append(self, name: str, line: Mapping[str, Any]) -> None:
+        text = json.dumps(line, allow_nan=False)
+        with (self.path / name).open("a+b") as file:
+            # after a line that was cut off, begin a new one instead of being lost with it
+            if file.tell() and not _ends_with_newline(file):
+                text = "\n" + text
+            file.write(f"{text}\n".encode())
+
+
+def _ends_with_newline(file: Any) -> bool:
+    file.seek(-1, 2)
+    return bool(file.read(1) == b"\n")
+
+
+def _put(path: Path, content: bytes) -> None:
+    """Write a file that is there complete or not at all."""
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        partial.write_bytes(content)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _versions() -> dict[str, str]:
+    import platform
+
+    import torch
+
+    from microclip import __version__
+
+    return {
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "microclip": __version__,
+    }

@@ -1,0 +1,148 @@
+// What moves on the page: figures, themes, sorting, filtering. Nothing here reaches for a network.
+"use strict";
+(() => {
+  const root = document.documentElement;
+  const figures = JSON.parse(document.getElementById("figures").textContent);
+  const quiet = { displayModeBar: false, responsive: true, showTips: false };
+
+  // ------------------------------------------------------------------------------------ figures
+
+  const named = /^var\((--[a-z0-9-]+)\)$/;
+
+  function coloured(value, style) {
+    if (typeof value === "string") {
+      const found = named.exec(value);
+      return found ? style.getPropertyValue(found[1]).trim() : value;
+    }
+    if (Array.isArray(value)) return value.map((one) => coloured(one, style));
+    if (value === null || typeof value !== "object") return value;
+    return Object.fromEntries(Object.entries(value).map(([k, v]) => [k, coloured(v, style)]));
+  }
+
+  function laidOut(layout, style) {
+    const ink = style.getPropertyValue("--ink").trim();
+    const line = style.getPropertyValue("--line").trim();
+    const axis = { gridcolor: line, linecolor: line, zeroline: false, fixedrange: true,
+      automargin: true, tickfont: { size: 12 } };
+    const base = {
+      paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", autosize: true,
+      font: { family: "system-ui, sans-serif", size: 13, color: ink },
+      margin: { l: 54, r: 10, t: 8, b: 44 }, dragmode: false,
+      // one label for all lines at a step, except where there is one value per name
+      hovermode: layout.xaxis && layout.xaxis.type === "category" ? "closest" : "x unified",
+      hoverlabel: { bgcolor: style.getPropertyValue("--raised").trim(), font: { color: ink } },
+      legend: { orientation: "h", x: 0, y: 1.02, yanchor: "bottom", itemclick: "toggle" },
+    };
+    const result = { ...base, ...coloured(layout, style) };
+    for (const name of Object.keys({ xaxis: 0, yaxis: 0, ...layout })) {
+      if (/^[xy]axis\d*$/.test(name)) result[name] = { ...axis, ...result[name] };
+    }
+    result.xaxis = { ...result.xaxis, showgrid: result.xaxis.type !== "category" && !layout.barmode };
+    return result;
+  }
+
+  function draw(place) {
+    const figure = figures[place.dataset.figure];
+    const select = document.querySelector(`select[data-for="${place.dataset.figure}"]`);
+    const chosen = figure[select ? Number(select.value) : 0];
+    const style = getComputedStyle(root);
+    return Plotly.react(place, coloured(chosen.data, style), laidOut(chosen.layout, style), quiet);
+  }
+
+  const plots = [...document.querySelectorAll("[data-figure]")];
+  const drawAll = () => plots.forEach(draw);
+  for (const select of document.querySelectorAll("select[data-for]")) {
+    select.addEventListener("change", () =>
+      plots.filter((place) => place.dataset.figure === select.dataset.for).forEach(draw));
+  }
+
+  // ------------------------------------------------------------------------------------- themes
+
+  const dark = matchMedia("(prefers-color-scheme: dark)");
+  const toggle = document.getElementById("theme");
+
+  function isDark() {
+    return root.dataset.theme ? root.dataset.theme === "dark" : dark.matches;
+  }
+
+  function show(theme) {
+    if (theme) root.dataset.theme = theme;
+    toggle.textContent = isDark() ? "Light" : "Dark";
+    toggle.setAttribute("aria-label", isDark() ? "Use light colours" : "Use dark colours");
+    drawAll();
+  }
+
+  toggle.hidden = false;
+  toggle.addEventListener("click", () => show(isDark() ? "light" : "dark"));
+  dark.addEventListener("change", () => show());
+  let before;
+  addEventListener("beforeprint", () => { before = root.dataset.theme; show("light"); });
+  addEventListener("afterprint", () => {
+    if (before) show(before);
+    else { delete root.dataset.theme; show(); }
+  });
+
+  // ------------------------------------------------------------------------- sorting, filtering
+
+  // numbers before texts, what is not known last whichever way round
+  function compare(one, other, sign) {
+    if (one === "" || other === "") return (one === "") - (other === "");
+    const [a, b] = [Number(one), Number(other)];
+    if (!Number.isNaN(a) && !Number.isNaN(b)) return sign * (a - b);
+    if (Number.isNaN(a) !== Number.isNaN(b)) return sign * (Number.isNaN(a) - Number.isNaN(b));
+    return sign * one.localeCompare(other);
+  }
+
+  function reorder(parent, key, sign) {
+    const rows = [...parent.children].map((row) => [key(row), row]);
+    rows.sort((one, other) => compare(one[0], other[0], sign));
+    parent.append(...rows.map((pair) => pair[1]));
+  }
+
+  for (const table of document.querySelectorAll("table[data-sortable]")) {
+    const headings = [...table.tHead.rows[0].cells];
+    headings.forEach((heading, column) => {
+      heading.querySelector("button").addEventListener("click", () => {
+        const up = heading.getAttribute("aria-sort") !== "ascending";
+        headings.forEach((other) => other.setAttribute("aria-sort", "none"));
+        heading.setAttribute("aria-sort", up ? "ascending" : "descending");
+        reorder(table.tBodies[0], (row) => row.cells[column].dataset.sort, up ? 1 : -1);
+      });
+    });
+  }
+
+  for (const controls of document.querySelectorAll("[data-controls]")) {
+    const target = document.getElementById(controls.dataset.controls);
+    const items = [...target.children];
+    const words = controls.querySelector("input");
+    const choices = [...controls.querySelectorAll("select[data-choice]")];
+    const order = controls.querySelector("select[data-order]");
+    const count = controls.querySelector("[data-count]");
+    const texts = items.map((item) => item.textContent.toLowerCase());
+
+    function filter() {
+      const wanted = words.value.trim().toLowerCase();
+      let left = 0;
+      items.forEach((item, place) => {
+        const kept = texts[place].includes(wanted) && choices.every(
+          (choice) => choice.selectedIndex === 0 || item.dataset[choice.dataset.choice] === choice.value);
+        item.hidden = !kept;
+        left += kept;
+      });
+      count.textContent = `${left} of ${items.length}`;
+    }
+
+    words.addEventListener("input", filter);
+    choices.forEach((choice) => choice.addEventListener("change", filter));
+    if (order) {
+      order.addEventListener("change", () => {
+        const [name, direction] = order.value.split(" ");
+        reorder(target, (item) => item.dataset[name], direction === "down" ? -1 : 1);
+      });
+    }
+    controls.hidden = false;
+    filter();
+  }
+
+  show();
+})();

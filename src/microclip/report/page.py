@@ -1,0 +1,121 @@
+"""From blocks to one HTML file that needs nothing else.
+
+Everything that comes from data is escaped: texts by jinja, figures as JSON in which no tag can
+begin or end. And if something were overlooked, the page's own policy lets no script run but the
+two that are named in it by their hash, and nothing be fetched from anywhere.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import math
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from microclip.report.blocks import Cell, Figure, Page
+from microclip.report.gallery import shortened
+
+LARGEST_PAGE = 8_000_000  # bytes
+FOR_THE_REST = 1_000_000  # of it: sentences, tables, figures
+HIDDEN_IN_JSON = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"}
+
+
+def render(page: Page) -> bytes:
+    """Return the whole file."""
+    environment = Environment(
+        loader=PackageLoader("microclip.report"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {"shortened": shortened, "sort_key": sort_key}
+    script = _own("page.js")
+    html = environment.get_template("page.html.jinja").render(
+        page=page,
+        policy=_policy(plotly_script(), script),
+        style=Markup(_own("style.css")),
+        figures=Markup(_figures(page)),
+        plotly=Markup(plotly_script()),
+        script=Markup(script),
+    )
+    content = html.encode("utf-8", "replace")  # half a character cannot be written otherwise
+    if len(content) > LARGEST_PAGE:
+        raise ValueError(
+            f"The page would have {len(content):,} bytes, more than {LARGEST_PAGE:,}. Report on "
+            "fewer runs at once, or show fewer examples."
+        )
+    return content
+
+
+def room_for_media() -> int:
+    """Return how many bytes images, sounds and texts may take."""
+    return LARGEST_PAGE - FOR_THE_REST - len(plotly_script())
+
+
+@cache
+def plotly_script() -> str:
+    """Return plotly.js as its Python package brings it along."""
+    return (files("plotly") / "package_data" / "plotly.min.js").read_text(encoding="utf-8")
+
+
+def sort_key(cell: Cell) -> str:
+    """Return what a cell is sorted by, as a text; nothing if that is not known."""
+    key = cell.sort if cell.sort is not None or cell.sparkline else cell.text
+    return "" if key is None else str(key)
+
+
+def embedded(value: Any) -> str:
+    """Return JSON for the inside of a script element.
+
+    >>> embedded({"a": "</script>"})
+    '{"a":"\\\\u003c/script\\\\u003e"}'
+    """
+    text = json.dumps(_finite(value), separators=(",", ":"), allow_nan=False)
+    for character, hidden in HIDDEN_IN_JSON.items():
+        text = text.replace(character, hidden)
+    return text
+
+
+def _figures(page: Page) -> str:
+    found = {
+        block.key: [
+            {"data": drawing.data, "layout": drawing.layout} for drawing in block.choices.values()
+        ]
+        for section in page.sections
+        for block in section.blocks
+        if isinstance(block, Figure)
+    }
+    return embedded(found)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {str(key): _finite(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(one) for one in value]
+    return value
+
+
+def _policy(*scripts: str) -> str:
+    hashes = " ".join(f"'sha256-{_digest(script)}'" for script in scripts)
+    return (
+        f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; img-src data:; "
+        "media-src data:; base-uri 'none'; form-action 'none'"
+    )
+
+
+def _digest(script: str) -> str:
+    return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+
+
+def _own(name: str) -> str:
+    return (files("microclip.report") / name).read_text(encoding="utf-8")
