@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from microclip.microbatches import cut
 from microclip.probing import gram_of
@@ -204,6 +205,63 @@ def test_a_loss_that_depends_on_the_neighbours_is_refused():
 
     with pytest.raises(ValueError, match="changes with its neighbours"):
         gram_of(LAYER, contrastive, [torch.randn(8, 3)])
+
+
+def by_hand(layer, loss_fn, x):
+    rows = []
+    for one in x.split(1):
+        found = torch.autograd.grad(loss_fn(one).sum(), list(layer.parameters()))
+        rows.append(torch.cat([part.flatten() for part in found]))
+    return torch.stack(rows)
+
+
+def test_what_a_single_pass_gets_wrong_is_noticed():
+    """Examples in another order inside the model: each loss is right, gradients change places."""
+    layer = nn.Linear(3, 1).double()
+    x = torch.randn(8, 3, dtype=torch.float64)
+
+    def turned(x):
+        return layer(x.flip(0)).flip(0).squeeze(1).square()
+
+    found = gram_of(layer, turned, [x])
+    assert "A single pass gives inner products that are wrong by" in found.notes[0]
+    assert error(found.matrix, by_hand(layer, turned, x)) < 1e-13
+
+
+def test_a_path_that_only_larger_batches_take():
+    layer = nn.Linear(3, 1).double()
+    x = torch.randn(8, 3, dtype=torch.float64)
+
+    def sometimes(x):
+        if len(x) > 4:
+            return checkpoint(layer, x, use_reentrant=False).squeeze(1).square()
+        return layer(x).squeeze(1).square()
+
+    found = gram_of(layer, sometimes, [x])
+    assert "checkpointing" in found.notes[0]
+    assert error(found.matrix, by_hand(layer, sometimes, x)) < 1e-13
+
+
+@pytest.fixture
+def _one_rank():
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("_one_rank")
+def test_ranks_are_not_left_waiting():
+    wrapped = nn.parallel.DistributedDataParallel(nn.Linear(3, 1))
+    batches = [torch.randn(8, 3)]
+    with pytest.raises(ValueError, match="Probe model.module"):
+        gram_of(wrapped, lambda x: wrapped(x).squeeze(1), batches)
+    assert len(gram_of(wrapped.module, lambda x: wrapped.module(x).squeeze(1), batches)) == 8
+    mesh = torch.distributed.init_device_mesh("cpu", (1,))
+    sharded = torch.distributed.fsdp.fully_shard(nn.Linear(3, 1), mesh=mesh)
+    with pytest.raises(ValueError, match="sharded over several"):
+        gram_of(sharded, lambda x: sharded(x).squeeze(1), batches)
 
 
 def test_frozen_models_have_nothing_to_probe():

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parallel import DistributedDataParallel
 
 from microclip.engines.base import CannotFuseError
 from microclip.engines.fused.budget import free_memory
@@ -53,6 +54,7 @@ def gram_of(
             of what is free if not said. Less memory means more passes, never another result.
     """
     chosen, sizes = collect(batches)
+    _refuse_ranks(model)
     _refuse_batchnorm(model)
     parameters = trainable(model)
     device = next(iter(parameters.values())).device
@@ -107,6 +109,20 @@ def collect(batches: Iterable[Any]) -> tuple[list[Any], tuple[int, ...]]:
             f"but got {sum(sizes)}."
         )
     return chosen, tuple(sizes)
+
+
+def _refuse_ranks(model: nn.Module) -> None:
+    """A probe is one process's: passes that no other rank makes would wait for it for ever."""
+    if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
+        raise ValueError(
+            "The probe runs on one rank alone, but DistributedDataParallel waits for all of them. "
+            "Probe model.module, with a loss_fn that calls it."
+        )
+    if any(hasattr(parameter, "device_mesh") for parameter in model.parameters()):
+        raise ValueError(
+            "The probe runs on one rank alone, but this model's parameters are sharded over "
+            "several. Probe an unsharded copy of it."
+        )
 
 
 def _refuse_batchnorm(model: nn.Module) -> None:
