@@ -75,6 +75,11 @@ def _result(merits: Merits, gram: Gram, pool: Pool, lengths: tuple[int, ...]) ->
     B = pool.batch_size
     held_out = len(gram) - (sum(lengths) if pool.held_out is not None else B)
     notes = list(gram.notes)
+    if pool.held_out is None:
+        notes.append(
+            "Steps were judged by examples of the same batches. If some of these are wrong, a step "
+            "that resists them looks worse than it is: clean data, as held_out, judges better."
+        )
     if max(lengths) > B:
         notes.append(
             f"Steps have {B} examples, fewer than the batches, since the others are needed to "
