@@ -45,7 +45,7 @@ class Digits:
 
 def load(seed: int, noise: float) -> Digits:
     """Return the data of a seed, with a share `noise` of its training labels wrong."""
-    pixels, labels = _all_digits()
+    pixels, labels = originals()
     others, validation = _split(np.arange(len(labels)), labels, VALIDATION_IMAGES, seed=0)
     training, test = _split(others, labels, TEST_IMAGES, seed)
     assert len(training) == TRAINING_IMAGES
@@ -81,7 +81,8 @@ def mislabel(labels: Labels, noise: float, seed: int) -> tuple[Labels, npt.NDArr
 
 
 @functools.cache
-def _all_digits() -> tuple[npt.NDArray[np.float64], Labels]:
+def originals() -> tuple[npt.NDArray[np.float64], Labels]:
+    """Return all images, 64 pixels from 0 to 16 each, and their true labels."""
     pixels, labels = load_digits(return_X_y=True)
     return pixels, labels.astype(np.int64)
 

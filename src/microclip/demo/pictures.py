@@ -1,4 +1,4 @@
-"""The demo's pictures, as PNG bytes, each for a light or a dark page.
+"""The demo's picture, as PNG bytes, for those who want one file; the page draws its own.
 
 Colours are from the palette of Okabe and Ito, which people with any colour vision can tell apart;
 marks and labels say the same again without colour.
@@ -17,11 +17,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-from microclip.demo.config import label
 from microclip.demo.summary import Estimate, Row, Summary
 
 DOTS_PER_INCH = 160
-MARKS = "osD^vP*X"
 
 
 @dataclass(frozen=True)
@@ -33,7 +31,6 @@ class Theme:
     background: str
     clipped: str
     plain: str
-    sizes: tuple[str, ...]  # for lines that stand for micro-batch sizes
 
 
 LIGHT = Theme(
@@ -42,7 +39,6 @@ LIGHT = Theme(
     background="#ffffff",
     clipped="#0072b2",
     plain="#b34700",
-    sizes=("#cc79a7", "#0072b2", "#009e73", "#e69f00", "#5f6670", "#56b4e9"),
 )
 DARK = Theme(
     ink="#e6e8eb",
@@ -50,7 +46,6 @@ DARK = Theme(
     background="#16191d",
     clipped="#56b4e9",
     plain="#f0a05a",
-    sizes=("#dd9cc0", "#56b4e9", "#2fc79b", "#f0c24b", "#c3c8cf", "#9fd3f2"),
 )
 
 
@@ -87,53 +82,6 @@ def sweet_spot(summary: Summary, theme: Theme) -> bytes:
         f"micro-batch size b   ({sizes[-1]} = the whole mini-batch)\n"
         f"bars and band: 95 % intervals over {config.seeds} seeds",
         color=theme.ink,
-    )
-    return _png(figure, theme)
-
-
-def weights(summary: Summary, theme: Theme) -> bytes:
-    """Draw the weight that micro-batches got, by the number of wrong labels in them."""
-    figure = Figure(figsize=(6.2, 3.4), layout="constrained")
-    axes = figure.subplots()
-    _style(
-        axes, theme, f"Weight of micro-batches of {summary.config.watched}", "mean of the step = 1"
-    )
-    wrong = [weight.wrong for weight in summary.weights]
-    heights = [weight.weight for weight in summary.weights]
-    bars = axes.bar(wrong, heights, color=theme.clipped, width=0.62)
-    texts = [f"{height:.2f}" for height in heights]
-    axes.bar_label(bars, texts, padding=3, color=theme.ink)
-    axes.axhline(1, color=theme.plain, linestyle="--", label="all equal, as in plain training")
-    axes.set_xticks(wrong)
-    axes.set_xlabel("wrong labels in the micro-batch", color=theme.ink)
-    axes.set_ylim(0, 1.25 * max(1, *heights))
-    _legend(axes, theme, columns=1, place="upper right")
-    return _png(figure, theme)
-
-
-def rates(summary: Summary, theme: Theme) -> bytes:
-    """Draw the validation accuracy of every learning rate that was tried."""
-    figure = Figure(figsize=(6.2, 4.4), layout="constrained")
-    axes = figure.subplots()
-    _style(axes, theme, "Validation accuracy by learning rate, mean of two seeds", "accuracy, %")
-    batch_size = summary.config.batch_size
-    drawn = [setting for setting in summary.tuning if setting != batch_size]  # b = B is plain
-    for index, setting in enumerate(drawn):
-        plain = setting is None
-        found = sorted(summary.tuning[setting].items())
-        axes.plot(
-            [rate for rate, _ in found],
-            [accuracy for _, accuracy in found],
-            color=theme.plain if plain else theme.sizes[(index - 1) % len(theme.sizes)],
-            linestyle="--" if plain else "-",
-            linewidth=2.4 if plain else 1.8,
-            marker=MARKS[index % len(MARKS)],
-            label=label(setting, batch_size),
-        )
-    axes.set_xscale("log")
-    axes.set_xlabel("learning rate", color=theme.ink)
-    figure.legend(
-        loc="outside lower center", ncols=3, frameon=False, labelcolor=theme.ink, fontsize=9.5
     )
     return _png(figure, theme)
 

@@ -79,6 +79,16 @@ def evaluation(config: DemoConfig, setting: Setting, finished: Finished) -> list
     return [finished[run] for run in _evaluation(config, setting, rate)]
 
 
+def evaluation_runs(config: DemoConfig, finished: Finished) -> list[Run]:
+    """Return the runs of the comparison, setting by setting."""
+    runs: list[Run] = []
+    for setting in config.settings:
+        rate = chosen_rate(config, setting, finished)
+        assert rate is not None, "the runs are not finished"
+        runs += _evaluation(config, setting, rate)
+    return runs
+
+
 def _next_runs(config: DemoConfig, setting: Setting, finished: Finished) -> list[Run]:
     rate = chosen_rate(config, setting, finished)
     if rate is not None:

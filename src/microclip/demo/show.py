@@ -10,11 +10,14 @@ from rich.console import Console
 from microclip.demo.cache import Cache
 from microclip.demo.config import TRAINING_IMAGES, DemoConfig
 from microclip.demo.experiment import carry_out_all
-from microclip.demo.page import page
+from microclip.demo.folders import write_folders
+from microclip.demo.page import command, page
 from microclip.demo.pictures import LIGHT, sweet_spot
 from microclip.demo.progress import progress
 from microclip.demo.summary import Summary, summarise
 from microclip.demo.tables import print_summary
+from microclip.report.assemble import investigate
+from microclip.report.page import render
 
 
 def show(config: DemoConfig) -> Summary:
@@ -37,7 +40,8 @@ def show(config: DemoConfig) -> Summary:
     summary = summarise(config, finished)
     picture, web_page = config.out / "sweet-spot.png", config.out / "index.html"
     write_whole(picture, sweet_spot(summary, LIGHT))
-    write_whole(web_page, page(summary).encode())
+    findings = investigate(write_folders(config, finished, command(summary)))
+    write_whole(web_page, render(page(summary, findings)))
     print_summary(summary, console)
     console.print()
     for what, path in (("page", web_page), ("picture", picture)):

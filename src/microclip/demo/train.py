@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -12,9 +14,14 @@ import microclip
 from microclip.demo.config import Setting
 from microclip.demo.data import CLASSES, Digits, Images, load
 
+if TYPE_CHECKING:
+    from microclip.ledger import Ledger
+
 HIDDEN = 128
 WEIGHT_DECAY = 0.01
 SCHEDULE = "learning rate falling linearly to 0"
+
+Look = Callable[[int, nn.Module, float], None]
 
 
 @dataclass(frozen=True)
@@ -79,8 +86,14 @@ def carry_out(run: Run) -> Result:
     )
 
 
-def fit(run: Run, digits: Digits) -> tuple[nn.Module, WeightTally | None]:
-    """Train a network; with clipping, also return who got which weight."""
+def fit(
+    run: Run, digits: Digits, ledger: Ledger | None = None, look: Look | None = None
+) -> tuple[nn.Module, WeightTally | None]:
+    """Train a network; with clipping, also return who got which weight.
+
+    Images are known to the ledger by their place in scikit-learn's digits. `look` is called after
+    every step, with the number of steps done, the network and the loss.
+    """
     model = network(run.seed)
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=run.learning_rate, weight_decay=WEIGHT_DECAY
@@ -97,18 +110,24 @@ def fit(run: Run, digits: Digits) -> tuple[nn.Module, WeightTally | None]:
 
     clipper = tally = None
     if run.setting is not None:
-        clipper = microclip.Clipper(model, microbatch_size=run.setting)
+        clipper = microclip.Clipper(model, microbatch_size=run.setting, ledger=ledger)
         tally = WeightTally(run.setting)
-    for rows in batches(len(labels), run):
+    for step, rows in enumerate(batches(len(labels), run), start=1):
         optimizer.zero_grad()
         batch = pixels[rows], labels[rows]
         if clipper is None or tally is None:
-            loss_fn(batch).mean().backward()  # type: ignore[no-untyped-call]
+            loss = loss_fn(batch).mean()
+            loss.backward()  # type: ignore[no-untyped-call]
         else:
-            outcome = clipper.backward(loss_fn, batch)
+            ids = None if ledger is None else digits.training.places[rows]
+            outcome = clipper.backward(loss_fn, batch, ids=ids)
             tally.add(outcome.weights, digits.wrong[rows])
+            assert outcome.loss is not None
+            loss = outcome.loss
         optimizer.step()
         schedule.step()
+        if look is not None:
+            look(step, model, loss.item())
     return model, tally
 
 

@@ -32,6 +32,11 @@ class Findings:
     what_was_run: Section
     dossiers: Sequence[Dossier]
 
+    @property
+    def names_with_curves(self) -> list[str]:
+        """The runs that logged more than their end."""
+        return [run.name for run in self.runs if any(len(c) > 1 for c in run.metrics.values())]
+
 
 def investigate(
     paths: Sequence[Path], gallery: int = GALLERY, say: Say = lambda _: None

@@ -40,13 +40,22 @@ class Figure:
 
 
 @dataclass(frozen=True)
+class Sparkline:
+    """An example's course, early, in the middle and late, on a scale from 0 to 1 of its own."""
+
+    values: Sequence[float | None]
+    level: float  # where the median of all examples lies
+    told: str  # the same in words
+
+
+@dataclass(frozen=True)
 class Cell:
     """An entry of a table, and what it is sorted by, if not by its text."""
 
     text: str
     sort: float | str | None = None
     marked: bool = False
-    sparkline: tuple[float | None, ...] = ()
+    sparkline: Sparkline | None = None
 
 
 @dataclass(frozen=True)
@@ -83,7 +92,7 @@ class Tile:
     domain: str | None = None
     appearances: int = 0
     weight: float | None = None
-    sparkline: tuple[float | None, ...] = ()
+    sparkline: Sparkline | None = None
 
     @property
     def wrong(self) -> bool:

@@ -7,6 +7,7 @@ figure means is said in `sections`.
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from microclip.report.blocks import Drawing
 from microclip.report.comparison import Comparison, Row
 from microclip.report.course import Course, Line
 from microclip.report.runs import Curve, Run
+from microclip.report.statistics import Estimate
 
 SERIES = 8  # colours that lines are drawn in, one after the other
 DASHES = ("solid", "dash", "dot", "dashdot")
@@ -24,6 +26,9 @@ POINTS = 400  # of one line, at most
 ALL_POINTS = 40_000  # of one figure, all choices together
 BINS = 40
 LONGEST_NAME = 40
+
+ZERO = Estimate(0.0, 0.0, 0.0, 1)
+HATCHED = {"shape": "/", "fillmode": "overlay", "fgcolor": "var(--paper)", "size": 6}
 
 Trace = dict[str, Any]
 
@@ -78,7 +83,11 @@ def norms(course: Course) -> Drawing:
         traces,
         {
             "xaxis": {"title": {"text": "step"}},
-            "yaxis": {"title": {"text": "norm of a micro-batch's gradient"}, "type": "log"},
+            "yaxis": {
+                "title": {"text": "gradient norm"},
+                "type": "log",
+                "dtick": _log_ticks(course),
+            },
         },
     )
 
@@ -118,10 +127,9 @@ def histogram(values: Mapping[str, Sequence[float]], title: str) -> Drawing:
                 "x": middles,
                 "y": counts.tolist(),
                 "name": name,
-                "marker": {
-                    "color": "var(--blue)" if place == 0 else "var(--orange)",
-                    "pattern": {"shape": "" if place == 0 else "/", "fgcolor": "var(--paper)"},
-                },
+                "marker": {"color": "var(--blue)"}
+                if place == 0
+                else {"color": "var(--orange)", "pattern": HATCHED},
                 "hovertemplate": "%{x:.3g}: %{y}<extra></extra>",
             }
         )
@@ -129,6 +137,7 @@ def histogram(values: Mapping[str, Sequence[float]], title: str) -> Drawing:
         "barmode": "stack",
         "bargap": 0.06,
         "showlegend": len(traces) > 1,
+        "legend": {"traceorder": "normal"},
         "xaxis": {"title": {"text": title}},
         "yaxis": {"title": {"text": "examples"}},
     }
@@ -157,7 +166,7 @@ def domains_over_time(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -
         traces,
         {
             "xaxis": {"title": {"text": "step"}},
-            "yaxis": {"title": {"text": "share of weight / share of examples"}},
+            "yaxis": {"title": {"text": "weight share / example share"}},
             "shapes": [_level(1)],
         },
     )
@@ -184,7 +193,7 @@ def domain_ratios(rows: Sequence[Mapping[str, Any]]) -> Drawing:
     return Drawing(
         [trace],
         {
-            "xaxis": {"title": {"text": "share of weight / share of examples"}},
+            "xaxis": {"title": {"text": "weight share / example share"}},
             "yaxis": {"type": "category", "automargin": True},
             "shapes": [upright],
         },
@@ -199,43 +208,85 @@ def sweet_spot(comparison: Comparison, metric: str) -> Drawing:
     if not clipped:
         clipped, plain = plain, []
     names = [_tick(comparison, row) for row in clipped]
-    traces = [_estimates(names, clipped, [row.value for row in clipped], "clipped", "")]
+    values = [row.value for row in clipped]
+    traces = [_estimates(names, values, "clipped", "")]
+    reached = [plain[0].value] if len(plain) == 1 else []
+    scale, notes = _scale(names, values, [*values, *reached], "y", "{:.3g}")
     layout: dict[str, Any] = {
         "xaxis": {"type": "category", "title": {"text": "micro-batch size b"}},
-        "yaxis": {"title": titled(metric)},
+        "yaxis": {"title": titled(metric), **scale},
         "shapes": [],
+        "annotations": notes,
     }
-    if not comparison.is_curve:
-        layout["xaxis"]["title"]["text"] = "setting"
-        traces[0]["mode"] = "markers"
-    if len(plain) == 1:
-        value = plain[0].value
-        traces.append(_level_trace(names, value.mean, "plain training"))
-        if value.low is not None:
-            layout["shapes"].append(_strip(value.low, value.high))
+    if reached:
+        traces.append(_level_trace(names, reached[0].mean, "plain training"))
+        if reached[0].low is not None:
+            layout["shapes"].append(_strip(reached[0].low, reached[0].high))
     differing = [row for row in clipped if row.difference is not None]
     if differing:
-        traces.append(
-            _estimates(
-                [_tick(comparison, row) for row in differing],
-                differing,
-                [row.difference for row in differing],
-                "difference to plain",
-                "2",
-            )
-        )
-        if not comparison.is_curve:
-            traces[-1]["mode"] = "markers"
+        ticks = [_tick(comparison, row) for row in differing]
+        differences = [row.difference for row in differing if row.difference is not None]
+        traces.append(_estimates(ticks, differences, "difference to plain", "2"))
+        scale, notes = _scale(ticks, differences, [*differences, ZERO], "y2", "{:+.3g}")
+        layout["annotations"] += notes
         layout["xaxis"] |= {"anchor": "y2", "domain": [0, 1]}
         layout["yaxis"] |= {"domain": [0.56, 1]}
         layout["yaxis2"] = {
             "domain": [0, 0.44],
             "anchor": "x",
             "title": {"text": "difference to plain"},
-            "zeroline": False,
+            **scale,
         }
         layout["shapes"].append({**_level(0), "yref": "y2"})
+    if not comparison.is_curve:
+        layout["xaxis"]["title"]["text"] = "setting"
+        for trace in traces:
+            if trace["mode"] == "lines+markers":
+                trace["mode"] = "markers"
     return Drawing(traces, layout)
+
+
+def _scale(
+    names: Sequence[str],
+    estimates: Sequence[Estimate],
+    everything: Sequence[Estimate],
+    axis: str,
+    form: str,
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Return the range of an axis on which most can be told apart, and notes on what is off it.
+
+    A setting that falls far out would flatten all the others: it gets an arrow and its number.
+    """
+    middle = statistics.median(each.mean for each in everything)
+    reach = [max(abs(middle - end) for end in _ends(each)) for each in everything]
+    limit = 4 * statistics.median(reach)
+    far = [each for each, far_out in zip(everything, reach, strict=True) if far_out > limit > 0]
+    if not far or len(far) == len(everything):
+        return {}, []
+    ends = [end for each in everything if each not in far for end in _ends(each)]
+    margin = 0.25 * (max(ends) - min(ends))
+    low, high = min(ends) - margin, max(ends) + margin
+    notes = [
+        {
+            "x": name,
+            "y": low if each.mean < middle else high,
+            "yref": axis,
+            "text": ("↓ " if each.mean < middle else "↑ ") + form.format(each.mean),
+            "showarrow": False,
+            "yanchor": "bottom" if each.mean < middle else "top",
+            "bgcolor": "var(--paper)",
+        }
+        for name, each in zip(names, estimates, strict=True)
+        if not low <= each.mean <= high
+    ]
+    return {"range": [low, high]}, notes
+
+
+def _ends(each: Estimate) -> tuple[float, float]:
+    return (
+        each.mean if each.low is None else each.low,
+        each.mean if each.high is None else each.high,
+    )
 
 
 def thinned(curve: Curve, points: int) -> tuple[list[int], list[float]]:
@@ -285,9 +336,7 @@ def _tick(comparison: Comparison, row: Row) -> str:
     return escaped(cut(row.setting.name, 30))
 
 
-def _estimates(
-    names: Sequence[str], rows: Sequence[Row], estimates: Sequence[Any], name: str, axis: str
-) -> Trace:
+def _estimates(names: Sequence[str], estimates: Sequence[Estimate], name: str, axis: str) -> Trace:
     return {
         "type": "scatter",
         "mode": "lines+markers",
@@ -305,7 +354,6 @@ def _estimates(
         "marker": {"color": "var(--blue)", "size": 8},
         "showlegend": not axis,
         "hovertemplate": "%{x}: %{y:.5g}<extra></extra>",
-        "customdata": [each.count for each in estimates],
     }
 
 
@@ -373,6 +421,12 @@ def _line(xs: Sequence[float], ys: Line, name: str, color: str, dash: str = "sol
         "line": {"color": color, "dash": dash, "width": 1.8},
         "hovertemplate": "%{y:.3g}",
     }
+
+
+def _log_ticks(course: Course) -> int | str:
+    """Return which numbers stand beside a logarithmic axis: 1, 2 and 5, or powers of ten alone."""
+    known = [v for line in course.norms.values() for v in line if v is not None and v > 0]
+    return 1 if known and max(known) / min(known) > 300 else "D2"
 
 
 def _band(xs: Sequence[float], low: Line, high: Line, name: str, strength: str) -> list[Trace]:

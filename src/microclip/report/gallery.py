@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import base64
 import io
+from collections.abc import Sequence
 from html import escape
 
 import pyarrow as pa
 import pyarrow.csv
 
 from microclip.draggers.export import harmless
-from microclip.report.blocks import Cell, Gallery, Table, Tile
+from microclip.report.blocks import Cell, Gallery, Sparkline, Table, Tile
 from microclip.report.dossier import Dossier
 from microclip.report.examples import Content
 from microclip.report.media import FULL, LeftOutError, Media, Room
@@ -89,7 +90,7 @@ def scores(dossier: Dossier) -> Table:
         *(["truth"] if with_truth else []),
         *(["domain"] if with_domain else []),
         "score",
-        "appearances",
+        "seen",
         "mean weight",
         *(["mean loss"] if with_loss else []),
         "course",
@@ -107,7 +108,7 @@ def scores(dossier: Dossier) -> Table:
             ),
             "domain": Cell(domain or ""),
             "score": _number(row["score"]),
-            "appearances": Cell(f"{row['appearances']:,}", row["appearances"]),
+            "seen": Cell(f"{row['appearances']:,}", row["appearances"]),
             "mean weight": _number(row["mean_weight"]),
             "mean loss": _number(row["loss"]),
             "course": Cell("", _fall(row, dossier.measure), sparkline=sparkline),
@@ -193,17 +194,21 @@ def _domain(dossier: Dossier, row: dict[str, object], one: str) -> str | None:
     return None if domain is None else shortened(str(domain))
 
 
-def _sparklines(dossier: Dossier, count: int) -> list[tuple[float | None, ...]]:
-    """Return the course of each example between 0 and 1, all on the same scale."""
+def _sparklines(dossier: Dossier, count: int) -> list[Sparkline]:
+    """Return the courses of the first examples, all on the same scale."""
     columns = [dossier.column(f"{dossier.measure}_{third}")[:count] for third in THIRDS]
     known = [value for column in columns for value in column if value is not None]
+    # 0, the median of all examples, is always on the scale
     low, high = min(known, default=0.0), max(known, default=1.0)
-    low = min(low, 0.0)  # 0, the median of all examples, is always on the scale
+    low, high = min(low, 0.0), max(high, 0.0)
+    span = (high - low) or 1.0
 
-    def scaled(value: float | None) -> float | None:
-        return None if value is None else (value - low) / ((high - low) or 1.0)
+    def drawn(values: Sequence[float | None]) -> Sparkline:
+        told = (f"{t} {number(v)}" for t, v in zip(THIRDS, values, strict=True))
+        scaled = [None if value is None else (value - low) / span for value in values]
+        return Sparkline(scaled, -low / span, ", ".join(told))
 
-    return [tuple(map(scaled, values)) for values in zip(*columns, strict=True)]
+    return [drawn(values) for values in zip(*columns, strict=True)]
 
 
 def _fall(row: dict[str, object], measure: str) -> float | None:

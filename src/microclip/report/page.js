@@ -34,6 +34,7 @@
       legend: { orientation: "h", x: 0, y: 1.02, yanchor: "bottom", itemclick: "toggle" },
     };
     const result = { ...base, ...coloured(layout, style) };
+    result.legend = { ...base.legend, ...layout.legend };
     for (const name of Object.keys({ xaxis: 0, yaxis: 0, ...layout })) {
       if (/^[xy]axis\d*$/.test(name)) result[name] = { ...axis, ...result[name] };
     }
@@ -118,26 +119,41 @@
     const choices = [...controls.querySelectorAll("select[data-choice]")];
     const order = controls.querySelector("select[data-order]");
     const count = controls.querySelector("[data-count]");
-    const texts = items.map((item) => item.textContent.toLowerCase());
+    const texts = new Map(items.map((item) => [item, item.textContent.toLowerCase()]));
+
+    const more = document.querySelector(`[data-more="${controls.dataset.controls}"]`);
+    let limit = Number(controls.dataset.atFirst || Infinity);
 
     function filter() {
       const wanted = words.value.trim().toLowerCase();
-      let left = 0;
-      items.forEach((item, place) => {
-        const kept = texts[place].includes(wanted) && choices.every(
-          (choice) => choice.selectedIndex === 0 || item.dataset[choice.dataset.choice] === choice.value);
-        item.hidden = !kept;
-        left += kept;
-      });
-      count.textContent = `${left} of ${items.length}`;
+      let found = 0;
+      for (const item of target.children) {
+        const kept = texts.get(item).includes(wanted) && choices.every((choice) =>
+          choice.selectedIndex === 0 || item.dataset[choice.dataset.choice] === choice.value);
+        found += kept;
+        item.hidden = !kept || found > limit;
+      }
+      count.textContent = `${found} of ${items.length}`;
+      if (more) {
+        more.hidden = found <= limit;
+        more.textContent = `Show all ${found}`;
+      }
     }
 
+    function showAll() {
+      limit = Infinity;
+      filter();
+    }
+
+    if (more) more.addEventListener("click", showAll);
+    addEventListener("beforeprint", showAll);
     words.addEventListener("input", filter);
     choices.forEach((choice) => choice.addEventListener("change", filter));
     if (order) {
       order.addEventListener("change", () => {
         const [name, direction] = order.value.split(" ");
         reorder(target, (item) => item.dataset[name], direction === "down" ? -1 : 1);
+        filter();
       });
     }
     controls.hidden = false;

@@ -1,0 +1,75 @@
+"""The demo's own figures; those of run folders are the report's."""
+
+from __future__ import annotations
+
+from microclip.demo.config import label
+from microclip.demo.summary import Summary
+from microclip.report.blocks import Drawing
+from microclip.report.figures import MARKS, colour, dash
+
+
+def weights(summary: Summary) -> Drawing:
+    """Draw the weight that micro-batches got, by the number of wrong labels in them."""
+    wrong = [str(weight.wrong) for weight in summary.weights]
+    bars = {
+        "type": "bar",
+        "x": wrong,
+        "y": [weight.weight for weight in summary.weights],
+        "text": [f"{weight.weight:.2f}" for weight in summary.weights],
+        "textposition": "outside",
+        "cliponaxis": False,
+        "marker": {"color": "var(--blue)"},
+        "name": f"micro-batches of {summary.config.watched}",
+        "hovertemplate": "%{x} wrong: %{y:.3f}<extra></extra>",
+    }
+    even = {
+        "type": "scatter",
+        "mode": "lines",
+        "x": wrong,
+        "y": [1.0] * len(wrong),
+        "name": "all equal, as in plain training",
+        "line": {"color": "var(--orange)", "dash": "dash", "width": 1.8},
+        "hoverinfo": "skip",
+    }
+    return Drawing(
+        [bars, even],
+        {
+            "xaxis": {"type": "category", "title": {"text": "wrong labels in the micro-batch"}},
+            "yaxis": {"title": {"text": "weight, mean of the step = 1"}, "rangemode": "tozero"},
+            "bargap": 0.4,
+        },
+    )
+
+
+def rates(summary: Summary) -> Drawing:
+    """Draw the validation accuracy of every learning rate that was tried."""
+    batch_size = summary.config.batch_size
+    drawn = [setting for setting in summary.tuning if setting != batch_size]  # b = B is plain
+    traces = []
+    for place, setting in enumerate(drawn):
+        plain = setting is None
+        found = sorted(summary.tuning[setting].items())
+        color = "var(--orange)" if plain else colour(place if place != 1 else 0)
+        traces.append(
+            {
+                "type": "scatter",
+                "mode": "lines+markers",
+                "x": [rate for rate, _ in found],
+                "y": [accuracy for _, accuracy in found],
+                "name": label(setting, batch_size),
+                "line": {
+                    "color": color,
+                    "dash": "dash" if plain else dash(place),
+                    "width": 2.4 if plain else 1.8,
+                },
+                "marker": {"symbol": MARKS[place % len(MARKS)], "size": 7},
+                "hovertemplate": "%{y:.1f} %",
+            }
+        )
+    return Drawing(
+        traces,
+        {
+            "xaxis": {"type": "log", "title": {"text": "learning rate"}, "dtick": 1},
+            "yaxis": {"title": {"text": "validation accuracy, %"}},
+        },
+    )
