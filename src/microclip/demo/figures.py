@@ -5,7 +5,7 @@ from __future__ import annotations
 from microclip.demo.config import label
 from microclip.demo.summary import Summary
 from microclip.report.blocks import Drawing
-from microclip.report.figures import MARKS, colour, dash
+from microclip.report.figures import look
 
 
 def weights(summary: Summary) -> Drawing:
@@ -35,7 +35,7 @@ def weights(summary: Summary) -> Drawing:
         [bars, even],
         {
             "xaxis": {"type": "category", "title": {"text": "wrong labels in the micro-batch"}},
-            "yaxis": {"title": {"text": "weight, mean of the step = 1"}, "rangemode": "tozero"},
+            "yaxis": {"title": {"text": "weight / mean weight"}, "rangemode": "tozero"},
             "bargap": 0.4,
         },
     )
@@ -47,9 +47,8 @@ def rates(summary: Summary) -> Drawing:
     drawn = [setting for setting in summary.tuning if setting != batch_size]  # b = B is plain
     traces = []
     for place, setting in enumerate(drawn):
-        plain = setting is None
         found = sorted(summary.tuning[setting].items())
-        color = "var(--orange)" if plain else colour(place if place != 1 else 0)
+        drawn_as = look(place - 1, plain=setting is None)
         traces.append(
             {
                 "type": "scatter",
@@ -57,12 +56,8 @@ def rates(summary: Summary) -> Drawing:
                 "x": [rate for rate, _ in found],
                 "y": [accuracy for _, accuracy in found],
                 "name": label(setting, batch_size),
-                "line": {
-                    "color": color,
-                    "dash": "dash" if plain else dash(place),
-                    "width": 2.4 if plain else 1.8,
-                },
-                "marker": {"symbol": MARKS[place % len(MARKS)], "size": 7},
+                "line": drawn_as.line,
+                "marker": {"symbol": drawn_as.symbol, "size": 7},
                 "hovertemplate": "%{y:.1f} %",
             }
         )

@@ -13,15 +13,13 @@ from microclip.demo.summary import Summary, percent, points, weights_sentence
 from microclip.demo.train import HIDDEN, SCHEDULE, WEIGHT_DECAY
 from microclip.report.assemble import GALLERY, Findings
 from microclip.report.blocks import Block, Cell, Figure, Page, Paragraph, Section, Table
-from microclip.report.sections import truth_sentences
 
 
 def page(summary: Summary, findings: Findings) -> Page:
     """Return the whole page; `findings` are those of the demo's run folders."""
-    first = findings.dossiers[0]
     return Page(
         title="Digits with wrong labels, plain and with micro-batch clipping",
-        verdict=[summary.verdict, *truth_sentences(first, GALLERY)[:1]],
+        verdict=[summary.verdict, _draggers_sentence(summary, findings)],
         sections=[
             _results(summary, findings),
             _weights(summary),
@@ -35,9 +33,17 @@ def page(summary: Summary, findings: Findings) -> Page:
     )
 
 
+def _draggers_sentence(summary: Summary, findings: Findings) -> str:
+    wrong = findings.dossiers[0].wrong[:GALLERY]
+    return (
+        f"Of the {len(wrong)} images that dragged most at b = {summary.config.watched}, "
+        f"{sum(map(bool, wrong))} have a wrong label; nobody had told which labels are wrong."
+    )
+
+
 def _results(summary: Summary, findings: Findings) -> Section:
     caption = (
-        "above, each dot is the mean test accuracy at one micro-batch size, and the dashed line "
+        "Above, each dot is the mean test accuracy at one micro-batch size, and the dashed line "
         "with its band is plain training; below, a bar that lies entirely above 0 is a gain that "
         "the seeds agree on. An arrow with a number is a value too far away to be drawn. At b = B "
         "clipping is plain training, so the right end must be exactly 0."
@@ -83,7 +89,7 @@ def _results(summary: Summary, findings: Findings) -> Section:
 def _weights(summary: Summary) -> Section:
     b = summary.config.watched
     caption = (
-        f"each bar is the mean weight of the micro-batches (b = {b}) with so many wrong labels in "
+        f"Each bar is the mean weight of the micro-batches (b = {b}) with so many wrong labels in "
         "them, as a multiple of the mean weight in their step. The network was never told which "
         f"labels are wrong. {weights_sentence(summary.weights)}"
     )
@@ -119,7 +125,7 @@ def _weights(summary: Summary) -> Section:
 
 def _rates(summary: Summary) -> Section:
     caption = (
-        "the validation accuracy of every learning rate that was tried, on the tuning seeds; the "
+        "The validation accuracy of every learning rate that was tried, on the tuning seeds; the "
         "highest point of a line is the rate that its setting was then given. A line that stays "
         "high forgives a rate that is not quite right."
     )

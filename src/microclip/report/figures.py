@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from microclip.report.course import Course, Line
 from microclip.report.runs import Curve, Run
 from microclip.report.statistics import Estimate
 
-SERIES = 8  # colours that lines are drawn in, one after the other
+COLOURS = (1, 3, 4, 5, 6, 7, 8)  # of the style sheet; the second is that of plain training
 DASHES = ("solid", "dash", "dot", "dashdot")
 MARKS = ("circle", "square", "diamond", "triangle-up", "triangle-down", "cross", "star", "x")
 POINTS = 400  # of one line, at most
@@ -35,7 +36,7 @@ Trace = dict[str, Any]
 
 def curves(runs: Sequence[Run], metrics: Sequence[str]) -> dict[str, Drawing]:
     """Draw each metric over steps, a line per run; runs of one setting look the same."""
-    looks: dict[str, int] = {}
+    looks: dict[str, Look] = {}
     count = sum(metric in run.metrics for run in runs for metric in metrics)
     points = max(20, min(POINTS, ALL_POINTS // max(count, 1)))
     drawings = {}
@@ -47,7 +48,9 @@ def curves(runs: Sequence[Run], metrics: Sequence[str]) -> dict[str, Drawing]:
             if metric not in run.metrics:
                 continue
             name = escaped(cut(run.setting if several and run.described else run.name))
-            place = looks.setdefault(name, len(looks))
+            plain = run.described and run.microbatch_size is None
+            if name not in looks:
+                looks[name] = look(sum(not one.plain for one in looks.values()), plain)
             xs, ys = thinned(run.metrics[metric], points)
             traces.append(
                 {
@@ -58,8 +61,8 @@ def curves(runs: Sequence[Run], metrics: Sequence[str]) -> dict[str, Drawing]:
                     "name": name,
                     "legendgroup": name,
                     "showlegend": name not in seen,
-                    "line": {"color": colour(place), "dash": dash(place), "width": 1.8},
-                    "marker": {"color": colour(place)},
+                    "line": looks[name].line,
+                    "marker": {"color": looks[name].line["color"]},
                     "hovertemplate": f"{escaped(cut(run.name))}<br>step %{{x}}: %{{y:.5g}}"
                     "<extra></extra>",
                 }
@@ -156,8 +159,8 @@ def domains_over_time(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -
                 "x": [(row["first_step"] + row["last_step"]) / 2 for row in own],
                 "y": [row["ratio"] for row in own],
                 "name": escaped(cut(name)),
-                "line": {"color": colour(place), "dash": dash(place), "width": 1.8},
-                "marker": {"symbol": MARKS[place % len(MARKS)], "size": 6},
+                "line": look(place).line,
+                "marker": {"symbol": look(place).symbol, "size": 6},
                 "connectgaps": True,
                 "hovertemplate": "%{y:.2f}",
             }
@@ -211,7 +214,7 @@ def sweet_spot(comparison: Comparison, metric: str) -> Drawing:
     values = [row.value for row in clipped]
     traces = [_estimates(names, values, "clipped", "")]
     reached = [plain[0].value] if len(plain) == 1 else []
-    scale, notes = _scale(names, values, [*values, *reached], "y", "{:.3g}")
+    scale, notes = _scale(values, [*values, *reached], "y", "{:.3g}")
     layout: dict[str, Any] = {
         "xaxis": {"type": "category", "title": {"text": "micro-batch size b"}},
         "yaxis": {"title": titled(metric), **scale},
@@ -227,7 +230,7 @@ def sweet_spot(comparison: Comparison, metric: str) -> Drawing:
         ticks = [_tick(comparison, row) for row in differing]
         differences = [row.difference for row in differing if row.difference is not None]
         traces.append(_estimates(ticks, differences, "difference to plain", "2"))
-        scale, notes = _scale(ticks, differences, [*differences, ZERO], "y2", "{:+.3g}")
+        scale, notes = _scale(differences, [*differences, ZERO], "y2", "{:+.3g}")
         layout["annotations"] += notes
         layout["xaxis"] |= {"anchor": "y2", "domain": [0, 1]}
         layout["yaxis"] |= {"domain": [0.56, 1]}
@@ -247,11 +250,7 @@ def sweet_spot(comparison: Comparison, metric: str) -> Drawing:
 
 
 def _scale(
-    names: Sequence[str],
-    estimates: Sequence[Estimate],
-    everything: Sequence[Estimate],
-    axis: str,
-    form: str,
+    estimates: Sequence[Estimate], everything: Sequence[Estimate], axis: str, form: str
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Return the range of an axis on which most can be told apart, and notes on what is off it.
 
@@ -268,7 +267,7 @@ def _scale(
     low, high = min(ends) - margin, max(ends) + margin
     notes = [
         {
-            "x": name,
+            "x": place,  # by its number: a name like "2" would be taken for one
             "y": low if each.mean < middle else high,
             "yref": axis,
             "text": ("↓ " if each.mean < middle else "↑ ") + form.format(each.mean),
@@ -276,7 +275,7 @@ def _scale(
             "yanchor": "bottom" if each.mean < middle else "top",
             "bgcolor": "var(--paper)",
         }
-        for name, each in zip(names, estimates, strict=True)
+        for place, each in enumerate(estimates)
         if not low <= each.mean <= high
     ]
     return {"range": [low, high]}, notes
@@ -320,14 +319,25 @@ def titled(text: str) -> dict[str, str]:
     return {"text": escaped(cut(text))}
 
 
-def colour(place: int) -> str:
-    """Return the colour of a line, by its place among others."""
-    return f"var(--s{place % SERIES + 1})"
+@dataclass(frozen=True)
+class Look:
+    """What a line looks like."""
+
+    line: dict[str, Any]
+    symbol: str
+    plain: bool
 
 
-def dash(place: int) -> str:
-    """Return how a line is dashed: what has the same colour looks different."""
-    return DASHES[place // SERIES % len(DASHES)]
+def look(place: int, plain: bool = False) -> Look:
+    """Return the look of a line by its place among others; plain training is the same everywhere.
+
+    What has the same colour is dashed differently.
+    """
+    if plain:
+        return Look({"color": "var(--orange)", "dash": "dash", "width": 2.2}, MARKS[-1], True)
+    color = f"var(--s{COLOURS[place % len(COLOURS)]})"
+    pattern = DASHES[place // len(COLOURS) % len(DASHES)]
+    return Look({"color": color, "dash": pattern, "width": 1.8}, MARKS[place % len(MARKS)], False)
 
 
 def _tick(comparison: Comparison, row: Row) -> str:
@@ -423,10 +433,14 @@ def _line(xs: Sequence[float], ys: Line, name: str, color: str, dash: str = "sol
     }
 
 
-def _log_ticks(course: Course) -> int | str:
+def _log_ticks(course: Course) -> dict[str, Any]:
     """Return which numbers stand beside a logarithmic axis: 1, 2 and 5, or powers of ten alone."""
     known = [v for line in course.norms.values() for v in line if v is not None and v > 0]
-    return 1 if known and max(known) / min(known) > 300 else "D2"
+    if not known or max(known) / min(known) > 1000:
+        return {"dtick": 1}
+    decades = range(math.floor(math.log10(min(known))), math.ceil(math.log10(max(known))) + 1)
+    ticks = [factor * 10.0**power for power in decades for factor in (1, 2, 5)]
+    return {"tickvals": ticks, "ticktext": [f"{tick:g}" for tick in ticks]}
 
 
 def _band(xs: Sequence[float], low: Line, high: Line, name: str, strength: str) -> list[Trace]:

@@ -143,6 +143,8 @@ def _how_to_read(dossier: Dossier) -> str:
     measured = "loss" if dossier.measure == "excess_loss" else "norm"
     return (
         f"An example's score is {MEANINGS[dossier.draggers.method]}; the highest come first. The "
+        f"interval is the 95 % one of that {measured}, the weight what was left of its "
+        "micro-batches' gradients, on average. The "
         f"three dots are its {measured} above the step's median, early, in the middle and late in "
         "training: an example may drag early and help late. A high score is a reason to look, not "
         "a verdict: what is rare and right scores high too."
@@ -173,16 +175,12 @@ def _facts(dossier: Dossier, row: dict[str, object]) -> list[tuple[str, str]]:
         return number(found if isinstance(found, float) else None)
 
     measure = dossier.measure
-    interval = ""
+    facts = [("score", value("score"))]
+    if row[measure] != row["score"]:
+        facts.append(("excess loss" if measure == "excess_loss" else "log norm", value(measure)))
     if row[f"{measure}_low"] is not None:
-        interval = f" ({value(f'{measure}_low')} to {value(f'{measure}_high')})"
-    name = "loss above median" if measure == "excess_loss" else "log norm above median"
-    facts = [
-        ("score", value("score")),
-        (name, value(measure) + interval),
-        ("mean weight", value("mean_weight")),
-        ("seen", f"{row['appearances']:,} times"),
-    ]
+        facts.append(("interval", f"{value(f'{measure}_low')} to {value(f'{measure}_high')}"))
+    facts += [("weight", value("mean_weight")), ("seen", f"{row['appearances']:,} times")]
     if row["nonfinite"]:
         facts.append(("not finite", f"{row['nonfinite']:,} times"))
     return facts

@@ -234,10 +234,10 @@ def truth_sentences(dossier: Dossier, count: int) -> list[str]:
     known = [wrong for wrong in dossier.wrong[:count] if wrong is not None]
     if not known:
         return []
+    those = "" if len(known) == min(count, len(dossier.wrong)) else " whose truth is known"
     found = [
-        f"Of the {len(known)} highest scores with a known truth, {sum(known)} have a wrong label."
-        if len(known) < min(count, len(dossier.wrong))
-        else f"Of the {len(known)} highest scores, {sum(known)} have a wrong label."
+        f"Of the {len(known)} examples with the highest scores{those}, {sum(known)} have a wrong "
+        "label."
     ]
     everyone = [wrong for wrong in dossier.wrong if wrong is not None]
     total = sum(everyone)
