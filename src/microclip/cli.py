@@ -35,7 +35,7 @@ The version:  microclip --version"""
 # What each extra brings that is looked for here, by the name it is imported with.
 EXTRAS = {
     "cli": ("tyro", "rich"),
-    "demo": ("sklearn", "scipy", "matplotlib"),
+    "demo": ("sklearn", "scipy", "matplotlib", "pyarrow", "jinja2", "plotly"),
     "plot": ("matplotlib",),
     "report": ("jinja2", "plotly", "pyarrow", "numpy"),
 }

@@ -45,6 +45,7 @@ def rates(summary: Summary) -> Drawing:
     """Draw the validation accuracy of every learning rate that was tried."""
     batch_size = summary.config.batch_size
     drawn = [setting for setting in summary.tuning if setting != batch_size]  # b = B is plain
+    tried = sorted({rate for rates in summary.tuning.values() for rate in rates})
     traces = []
     for place, setting in enumerate(drawn):
         found = sorted(summary.tuning[setting].items())
@@ -64,7 +65,12 @@ def rates(summary: Summary) -> Drawing:
     return Drawing(
         traces,
         {
-            "xaxis": {"type": "log", "title": {"text": "learning rate"}, "dtick": 1},
+            "xaxis": {
+                "type": "log",
+                "title": {"text": "learning rate"},
+                "tickvals": tried,
+                "ticktext": [f"{rate:g}" for rate in tried],
+            },
             "yaxis": {"title": {"text": "validation accuracy, %"}},
         },
     )

@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from microclip.report.runs import Run
 from microclip.report.statistics import Estimate, estimate
 
-LOWER = re.compile(r"loss|error|wer\b|cer\b|perplexity|ppl|rmse|mae\b|mse\b|nll", re.IGNORECASE)
+LOWER = re.compile(
+    r"loss|error|perplexity|(?<![a-z])(wer|cer|ppl|nll|mae|mse|rmse)(?![a-z])", re.IGNORECASE
+)
 TEST = re.compile(r"test", re.IGNORECASE)
 VALIDATION = re.compile(r"valid|(^|[^a-z])(val|dev|eval)([^a-z]|$)", re.IGNORECASE)
 

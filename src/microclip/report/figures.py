@@ -89,7 +89,7 @@ def norms(course: Course) -> Drawing:
             "yaxis": {
                 "title": {"text": "gradient norm"},
                 "type": "log",
-                "dtick": _log_ticks(course),
+                **_log_ticks(course),
             },
         },
     )

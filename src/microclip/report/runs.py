@@ -16,8 +16,8 @@ from typing import Any
 from microclip.report.folder import FORMAT, LEDGER, METRICS, RESUMED, RUN, VERSION
 from microclip.report.inside import OutsideError, opened
 
-LONGEST_RUN_FILE = 4_000_000  # bytes
-LONGEST_LINE = 4_000_000
+LONGEST_RUN_FILE = 16_000_000  # bytes
+LONGEST_LINE = 16_000_000
 MOST_METRICS = 40
 
 Curve = dict[int, float]  # by step
@@ -69,6 +69,9 @@ def read_run(path: Path) -> Run:
         return Run(path, name, None, None, None, {}, described=False, ledger=ledger)
     said = _read_description(path)
     metrics, notes = _read_metrics(path)
+    if metrics and ledger is not None and not any(ledger.glob("*/*.parquet")):
+        notes = (*notes, "Its ledger is empty: no step was written yet, or all of it was deleted.")
+        ledger = None
     run = Run(
         path=path,
         name=_text(said.get("name")) or path.resolve().name,
