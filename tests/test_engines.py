@@ -1,5 +1,6 @@
 """What engines do beside the gradient: randomness, buffers, memory, devices, their company."""
 
+import gc
 import random
 import warnings
 
@@ -230,6 +231,28 @@ class TestMemory:
             clipper.finish()
 
         assert 0.8 < self.extra_buffers(step) < 1.05
+
+
+def alive():
+    """Count the tensors that somebody holds on to."""
+    gc.collect()
+    return sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
+
+
+@pytest.mark.parametrize("engine", ["stream", "two_pass", "fused"])
+@pytest.mark.parametrize("model", zoo.MODELS)
+def test_nothing_is_left_of_past_steps(model, engine):
+    """What is left over from each step would fill any memory in the end."""
+    if engine == "fused" and model in zoo.CANNOT_FUSE:
+        pytest.skip(f"refused: {zoo.CANNOT_FUSE[model]}")
+    case = zoo.case(model, torch.float32)
+    clipper = Clipper(case.model, 2, engine=engine)
+    counts = []
+    for _ in range(6):
+        clipper.backward(case.each_loss_fn or case.loss_fn, case.batch)
+        counts.append(alive())
+    case.model.zero_grad()
+    assert counts[-1] == counts[2]
 
 
 class TestCompany:

@@ -69,7 +69,10 @@ class Fused(Engine):
                     'mean. Return the losses themselves, as reduction="none" does.'
                 )
             means = groups.sum(losses) / groups.sizes_like(losses)
-            backward(means.sum(), self.scaler)
+            try:
+                backward(means.sum(), self.scaler)
+            finally:
+                recorder.let_go()
             uses.complete(self.parameters)
             if meter:
                 meter.kept = uses.nbytes

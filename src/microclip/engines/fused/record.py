@@ -77,7 +77,7 @@ class Recorder(TorchFunctionMode):
         self.names = {id(parameter): name for name, parameter in parameters.items()}
         self.expected: dict[str, int] = {}  # how many uses the backward pass will deliver
         self.derived: dict[str, Derived] = {}
-        self.on_use: Callable[[str, Use], None] = lambda name, use: None
+        self.on_use: Callable[[str, Use], None] = _nobody
         self.arrangement: Arrangement = lambda tensor: tensor
         self._parameters = parameters
         self._leaves: dict[str, Tensor] = {}
@@ -190,6 +190,14 @@ class Recorder(TorchFunctionMode):
         """Return a tensor with the examples along the first dimension as (examples, n, width)."""
         return tensor.reshape(self.groups.examples, -1, tensor.shape[-1])
 
+    def let_go(self) -> None:
+        """Forget whom uses are told.
+
+        They hold tensors, whose graphs hold this recorder: a circle that Python's garbage collector
+        does not see, since it goes through autograd.
+        """
+        self.on_use = _nobody
+
     @contextmanager
     def metered(self, meter: Meter | None) -> Iterator[None]:
         """Inside the block, saved tensors are counted."""
@@ -208,6 +216,10 @@ class Recorder(TorchFunctionMode):
             yield
         finally:
             self.arrangement = before
+
+
+def _nobody(name: str, use: Use) -> None:
+    """Take no note."""
 
 
 def _as_it_is(tensor: Tensor) -> Tensor:
