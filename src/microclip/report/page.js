@@ -76,11 +76,16 @@
   toggle.hidden = false;
   toggle.addEventListener("click", () => show(isDark() ? "light" : "dark"));
   dark.addEventListener("change", () => show());
-  let before;
-  addEventListener("beforeprint", () => { before = root.dataset.theme; show("light"); });
+  let before = null; // the theme to go back to after printing, which may be asked for twice
+  addEventListener("beforeprint", () => {
+    if (before === null) before = root.dataset.theme || "";
+    show("light");
+  });
   addEventListener("afterprint", () => {
-    if (before) show(before);
-    else { delete root.dataset.theme; show(); }
+    if (before === null) return;
+    if (before === "") delete root.dataset.theme;
+    show(before);
+    before = null;
   });
 
   // ------------------------------------------------------------------------- sorting, filtering
@@ -161,4 +166,5 @@
   }
 
   show();
+  document.getElementById("no-figures").hidden = true;
 })();
