@@ -14,7 +14,7 @@ from microclip.cli import main
 from microclip.demo import experiment
 from microclip.demo.cache import Cache
 
-EXTRAS = ("tyro", "rich", "sklearn", "scipy", "matplotlib")
+EXTRAS = ("tyro", "rich", "sklearn", "scipy", "matplotlib", "pyarrow", "jinja2", "plotly")
 
 
 def python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -108,7 +108,7 @@ def test_a_killed_process_ends_in_a_message(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.parametrize(
     ("absent", "extra"),
-    [("tyro", "cli"), ("rich", "cli"), ("sklearn", "demo"), ("matplotlib", "demo")],
+    [("tyro", "cli"), ("rich", "cli"), ("sklearn", "demo"), ("plotly", "demo")],
 )
 def test_missing_extras_are_named_in_one_line(absent, extra, tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, absent, None)  # from now on, importing it fails

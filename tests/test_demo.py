@@ -1,6 +1,5 @@
 """The demo: its data, one run, the plan, the cache, the statistics, and all of it together."""
 
-import base64
 import contextlib
 import io
 import json
@@ -9,16 +8,18 @@ import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
+import plotly.graph_objects as go
 import pytest
 import torch
 from rich.console import Console
 from sklearn.datasets import load_digits
 
 from microclip.cli import main
-from microclip.demo import experiment, pictures
+from microclip.demo import experiment, figures, folders, pictures
 from microclip.demo.cache import Cache
 from microclip.demo.config import TUNING_SEEDS, DemoConfig
 from microclip.demo.data import load, mislabel
+from microclip.demo.folders import LEARNT, TEST, VALIDATION, write_folders
 from microclip.demo.page import page
 from microclip.demo.plan import (
     FIRST_RATES,
@@ -54,6 +55,12 @@ from microclip.demo.train import (
     fit,
     network,
 )
+from microclip.ledger import open_ledger
+from microclip.report.assemble import investigate
+from microclip.report.comparison import compare
+from microclip.report.examples import read_examples
+from microclip.report.page import render
+from microclip.report.runs import read_run
 
 SHORT = Run(setting=None, learning_rate=1e-3, seed=3, steps=8, batch_size=32, noise=0.2)
 SMALL = DemoConfig(seeds=2, steps=10, microbatch_sizes=(2, 4), workers=2)
@@ -336,24 +343,108 @@ def test_a_terminal_gets_a_bar():
     assert "50 % (1 of 2 runs), about" in file.getvalue()
 
 
-@pytest.mark.parametrize("drawing", [pictures.sweet_spot, pictures.weights, pictures.rates])
-def test_pictures_differ_in_theme_and_bear_odd_numbers(drawing):
+def test_pictures_differ_in_theme_and_bear_odd_numbers():
     # one setting far worse than the others, one far better, most without any scatter
     def accuracy(run: Run) -> float:
         return {2: 0.1, 4: 0.99}.get(run.setting or 0, 0.9) + 0.001 * run.seed
 
     config = replace(SMALL, microbatch_sizes=(1, 2, 4, 8, 16))
     summary = summarise(config, made_up(config, test=accuracy))
-    light, dark = drawing(summary, pictures.LIGHT), drawing(summary, pictures.DARK)
+    light, dark = (pictures.sweet_spot(summary, t) for t in (pictures.LIGHT, pictures.DARK))
     assert light.startswith(b"\x89PNG")
     assert light != dark
 
 
-def test_the_page_escapes_what_it_is_given():
+@pytest.mark.parametrize("drawing", [figures.weights, figures.rates])
+def test_figures_are_what_was_found(drawing):
+    config = replace(SMALL, microbatch_sizes=(1, 2, 4, 8, 16))
+    summary = summarise(config, made_up(config, lambda run: 0.5 + run.learning_rate))
+    drawn = drawing(summary)
+    text = json.dumps({"data": drawn.data, "layout": dict(drawn.layout)})
+    found = go.Figure(json.loads(re.sub(r"var\(--[a-z0-9-]+\)", "#123456", text)))
+    if drawing is figures.weights:
+        assert list(found.data[0].y) == [weight.weight for weight in summary.weights]
+    else:
+        assert [t.name for t in found.data] == [
+            "plain training",
+            *(f"b = {b}" for b in (1, 2, 4, 8, 16)),
+        ]
+        assert dict(zip(found.data[0].x, found.data[0].y, strict=True)) == summary.tuning[None]
+
+
+def test_the_page_escapes_what_it_is_given(watched):
     summary = summarise(SMALL, made_up(SMALL))
-    text = page(replace(summary, verdict="<b> & 'c'", notes=("<script>",)))
+    hostile = replace(summary, verdict="<b> & 'c'", notes=("<script>alert(1)",))
+    text = render(page(hostile, investigate(watched))).decode()
     assert "&lt;b&gt; &amp;" in text
-    assert "<script>" not in text
+    assert "&lt;script&gt;alert(1)" in text
+    assert "<script>alert" not in text
+
+
+# -------------------------------------------------------------------------------- run folders
+
+
+@pytest.fixture(scope="module")
+def watched(tmp_path_factory):
+    """The run folders of a small demo."""
+    config = replace(SMALL, out=tmp_path_factory.mktemp("demo"), steps=40)
+    return write_folders(config, made_up(config), "a command")
+
+
+def test_runs_are_folders_that_the_report_compares(watched):
+    runs = [read_run(path) for path in watched]
+    assert [path.name for path in watched[:2]] == ["plain-seed-2", "b4-seed-2"]
+    assert len(runs) == len(SMALL.settings) * SMALL.seeds
+    (comparison,) = compare(runs)
+    assert [s.microbatch_size for s in comparison.settings] == [None, 2, 4, 32]
+    assert comparison.headline == TEST
+    for run in runs:
+        assert run.metrics[TEST] == {40: 50.0}  # what was found, whatever a watched one comes to
+        assert (run.ledger is not None) == (run.path.name == "b4-seed-2")
+        assert (len(run.metrics[VALIDATION]) == 4) == (run.path in watched[:2])
+    assert list(runs[0].metrics[LEARNT]) == [10, 20, 30, 40]
+
+
+def test_a_watched_run_is_the_run_itself(watched):
+    rate = float(read_run(watched[1]).settings["learning rate"])
+    run = replace(SHORT, setting=4, seed=2, steps=40, learning_rate=rate)
+    model, _ = fit(run, load(2, 0.2))
+    logged = read_run(watched[1]).metrics
+    record = open_ledger(watched[1] / "ledger")
+    assert (record.rows, record.steps) == (40 * 8, range(40))
+    digits = load(2, 0.2)
+    right = model(digits.training.pixels[digits.wrong]).argmax(1)
+    given = digits.training.labels[digits.wrong]
+    assert logged[LEARNT][40] == pytest.approx(100 * (right == given).double().mean().item())
+
+
+def test_examples_know_their_labels_and_the_truth(watched):
+    digits = load(2, 0.2)
+    ids = {str(place) for place in digits.training.places.tolist()}
+    found = read_examples(watched[1], ids, ids)
+    assert found.facts.keys() == ids
+    assert sum(bool(facts.wrong) for facts in found.facts.values()) == 180
+    assert len(found.contents) == 120
+    for one, given in zip(
+        digits.training.places.tolist(), digits.training.labels.tolist(), strict=True
+    ):
+        assert found.facts[str(one)].label == str(given)
+        assert found.facts[str(one)].truth == str(TRUTH[one].item())
+
+
+def test_watched_runs_are_kept_and_others_written_anew(watched, monkeypatch):
+    config = replace(SMALL, out=watched[0].parents[1], steps=40)
+    monkeypatch.setattr(folders, "fit", lambda *_: pytest.fail("was trained again"))
+    before = watched[1].stat().st_mtime_ns
+    assert write_folders(config, made_up(config), "a command") == watched
+    assert watched[1].stat().st_mtime_ns == before
+    assert read_run(watched[-1]).metrics[TEST] == {40: 50.0}
+    trained = []
+    monkeypatch.setattr(folders, "_watch", lambda run, folder: trained.append(run.setting))
+    other = replace(config, out=watched[0].parents[1] / "other")
+    other.out.mkdir()
+    write_folders(other, made_up(other), "a command")
+    assert trained == [None, 4]
 
 
 def test_a_file_is_written_whole_or_not_at_all(tmp_path):
@@ -395,7 +486,7 @@ def test_the_demo_from_end_to_end_and_again(tmp_path, monkeypatch, capsys):
     assert all(result.test_accuracy <= 1 for result in finished.values())  # what was is forgotten
     summary = summarise(SMALL, finished)
     html = (tmp_path / "some/where/index.html").read_text(encoding="utf-8")
-    picture = (tmp_path / "some/where/sweet-spot.png").read_bytes()
+    assert (tmp_path / "some/where/sweet-spot.png").read_bytes().startswith(b"\x89PNG")
     assert printed.splitlines()[-2:] == [
         "page:    some/where/index.html",
         "picture: some/where/sweet-spot.png",
@@ -412,9 +503,18 @@ def test_the_demo_from_end_to_end_and_again(tmp_path, monkeypatch, capsys):
     assert summary.verdict in " ".join(printed.split())
     assert summary.verdict in html
     assert sum(weight.microbatches for weight in summary.weights) == 2 * 10 * 8
-    assert base64.b64encode(picture).decode() in html  # the page needs no other file
-    assert not re.search(r'(src|href|srcset)="(?!data:)', html)
-    assert "prefers-color-scheme: dark" in html
+    own = re.sub(r"<script>.*?</script>", "", html, flags=re.DOTALL)  # plotly's code aside
+    assert not re.search(r'(src|href|srcset)="(?!data:|#)', own)  # the page needs no other file
+    assert own.count("data:image/png") == 60  # the gallery
+    assert "default-src &#39;none&#39;" in own
+    assert "prefers-color-scheme: dark" in own
+    assert len(html.encode()) < 8_000_000
+    for sentence in (
+        "wrong label; nobody had told which",
+        "In brackets: 95 % t-intervals",
+        "A proof.",
+    ):
+        assert sentence in own
     assert "\x1b" not in printed + log
     assert f"100 % ({len(finished)} of {len(finished)} runs)" in log
 
