@@ -23,6 +23,8 @@ except ImportError as error:
         ("accelerate", "import microclip.integrations.accelerate", "hf"),
         ("lightning", "import microclip.integrations.lightning", "lightning"),
         ("pyarrow", "import microclip; microclip.Ledger('somewhere')", "ledger"),
+        ("jinja2", "from microclip.report import write_report", "report"),
+        ("plotly", "import microclip; microclip.report.write_report", "report"),
     ],
 )
 def test_the_error_names_the_command(missing, statement, extra):

@@ -16,7 +16,6 @@ from microclip.cli import main
 from microclip.report import RunFolder
 from microclip.report.assemble import assemble, investigate
 from microclip.report.blocks import Figure, Gallery, Page, Paragraph, Section, Table
-from microclip.report.command import write_page
 from microclip.report.comparison import Comparison, compare, lower_is_better, verdict
 from microclip.report.course import follow
 from microclip.report.examples import read_examples
@@ -26,6 +25,7 @@ from microclip.report.page import LARGEST_PAGE, embedded, render
 from microclip.report.png import png
 from microclip.report.runs import RunError, read_run
 from microclip.report.statistics import Estimate, estimate, t_quantile
+from microclip.report.write import write_page
 
 from report_runs import EXAMPLES, described, ledger, sweep, tone
 

@@ -9,7 +9,7 @@ from playwright.sync_api import Browser, Page, sync_playwright
 
 from microclip.report import RunFolder
 from microclip.report.assemble import assemble, investigate
-from microclip.report.command import write_page
+from microclip.report.write import write_page
 
 from report_runs import EXAMPLES, described, ledger, sweep
 

@@ -8,7 +8,7 @@ from microclip.clipper import Clipper
 from microclip.outcome import Outcome
 
 if TYPE_CHECKING:
-    from microclip import draggers, guard, ledger, theory
+    from microclip import draggers, guard, ledger, report, theory
     from microclip.ledger import Ledger
     from microclip.probing import ProbeEvery, probe
 
@@ -22,6 +22,7 @@ __all__ = [
     "guard",
     "ledger",
     "probe",
+    "report",
     "rules",
     "theory",
 ]
@@ -34,6 +35,7 @@ _LATER = {
     "ledger": ("microclip.ledger", None),
     "ProbeEvery": ("microclip.probing", "ProbeEvery"),
     "probe": ("microclip.probing", "probe"),
+    "report": ("microclip.report", None),
     "theory": ("microclip.theory", None),
 }
 
