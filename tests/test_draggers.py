@@ -4,6 +4,7 @@ import math
 import warnings
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 import torch
 from sklearn.metrics import roc_auc_score
@@ -277,6 +278,17 @@ class TestProperties:
         monkeypatch.setattr(draggers.steps.whole_steps, "__defaults__", (20,))
         for method, expected in whole.items():
             assert scores(path, method) == pytest.approx(expected)
+
+    def test_a_file_with_its_rows_in_another_order(self, tmp_path):
+        path = write(tmp_path, self.steps(), flush_every=11)
+        expected = scores(path, "loss")
+        for table in ("microbatches", "examples"):
+            for part in (path / table).iterdir():
+                with pq.ParquetFile(part) as file:
+                    rows, said = file.read(), file.metadata.metadata
+                turned = rows.take(np.arange(len(rows))[::-1]).replace_schema_metadata(said)
+                pq.write_table(turned, part, store_schema=False)
+        assert scores(path, "loss") == pytest.approx(expected)
 
     def test_b_of_one_needs_no_refinement(self, tmp_path):
         """Alone in its micro-batch, regression only shrinks what the mean says."""

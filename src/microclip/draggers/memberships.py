@@ -50,12 +50,6 @@ class Memberships:
         """Remove the file."""
         self._file.close()
 
-    def __enter__(self) -> Memberships:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def _read(self) -> Iterator[tuple[Numbers, Numbers, Values]]:
         self._file.seek(0)
 

@@ -40,9 +40,3 @@ class Roster:
             found = pc.index_in(ids, value_set=self._known)
         numbers: Numbers = found.to_numpy(zero_copy_only=False).astype(np.int64)
         return numbers
-
-    def find(self, ids: pa.Array) -> Numbers:
-        """Return the numbers of some ids; -1 for those that are not on the roster."""
-        found = pc.index_in(ids.cast(self.type), value_set=self._known)
-        numbers: Numbers = pc.fill_null(found, -1).to_numpy(zero_copy_only=False).astype(np.int64)
-        return numbers
