@@ -445,6 +445,9 @@ def test_watched_runs_are_kept_and_others_written_anew(watched, monkeypatch):
     other.out.mkdir()
     write_folders(other, made_up(other), "a command")
     assert trained == [None, 4]
+    (other.out / "runs" / "b2-seed-3" / "run.json").unlink()
+    with pytest.raises(FileExistsError, match="b2-seed-3 is in the way"):
+        write_folders(other, made_up(other), "a command")
 
 
 def test_a_file_is_written_whole_or_not_at_all(tmp_path):

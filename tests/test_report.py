@@ -12,6 +12,7 @@ import plotly.graph_objects as go
 import pytest
 from scipy.special import stdtrit
 
+import microclip
 from microclip.cli import main
 from microclip.report import RunFolder
 from microclip.report.assemble import assemble, investigate
@@ -19,7 +20,7 @@ from microclip.report.blocks import Figure, Gallery, Page, Paragraph, Section, T
 from microclip.report.comparison import Comparison, compare, lower_is_better, verdict
 from microclip.report.course import follow
 from microclip.report.examples import read_examples
-from microclip.report.figures import thinned
+from microclip.report.figures import histogram, thinned
 from microclip.report.media import LARGEST_FILE, LeftOutError, Room
 from microclip.report.page import LARGEST_PAGE, embedded, render
 from microclip.report.png import png
@@ -216,8 +217,6 @@ def test_ledgers_that_are_not_all_there(tmp_path):
 
 
 def test_an_empty_ledger_is_noted_beside_metrics_and_an_error_alone(tmp_path):
-    import microclip
-
     run = RunFolder(tmp_path / "run")
     microclip.Ledger(run.ledger).close()
     with pytest.raises(ValueError, match="is empty: no step has been written yet"):
@@ -663,6 +662,47 @@ def test_bad_options_are_refused(arguments, message, capsys, monkeypatch):
         main(["report", *arguments])
     assert exit_.value.code == 2
     assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_the_page_can_be_opened_at_once(tmp_path, monkeypatch):
+    opened = []
+    monkeypatch.setattr("webbrowser.open", opened.append)
+    path = sweep(tmp_path, sizes=(None,), seeds=(0,))[0]
+    assert main(["report", str(path), "--output", str(tmp_path / "a b.html"), "--open"]) == 0
+    assert opened == [(tmp_path / "a b.html").as_uri()]
+    assert "There is nothing to compare yet" in (tmp_path / "a b.html").read_text()
+
+
+def test_calling_it_from_code(tmp_path):
+    path = sweep(tmp_path, sizes=(None,), seeds=(0,))[0]
+    page = microclip.report.write_report([path, path], tmp_path / "page.html")
+    assert page.title == "microclip: plain-0"
+    with pytest.raises(TypeError, match="runs must be a list of folders"):
+        microclip.report.write_report(path, tmp_path / "other.html")
+    with pytest.raises(ValueError, match="at least one folder"):
+        microclip.report.write_report([], tmp_path / "other.html")
+    assert not (tmp_path / "other.html").exists()
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        microclip.report.nonsense  # noqa: B018
+
+
+def test_lines_without_end_are_passed_over(tmp_path):
+    run = RunFolder(tmp_path)
+    run.log(1, loss=1)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 2, "loss": 2, "long": "' + "x" * 33_000_000 + '"}\n')
+    run.log(3, loss=3)
+    found = read_run(tmp_path)
+    assert found.metrics == {"loss": {1: 1.0, 3: 3.0}}
+    assert "1 lines" in found.notes[0]
+
+
+def test_a_few_scores_far_out_do_not_flatten_the_others():
+    values = [0.001 * i for i in range(1000)] + [1e6]
+    drawn = histogram({"examples": values}, "score").data[0]
+    assert sum(drawn["y"]) == 1001
+    assert drawn["x"][-1] < 2
+    assert max(drawn["y"]) < 100
 
 
 def test_the_same_runs_make_the_same_page(tmp_path):

@@ -58,6 +58,10 @@ def _write(path: Path, run: Run, result: Result, described: dict[str, Any], watc
     }
     folder.log_all(run.steps, ends)
     if path.exists():
+        if not (path / "run.json").exists():
+            raise FileExistsError(
+                f"{path} is in the way, and is not a run of the demo. Choose another folder: --out."
+            )
         shutil.rmtree(path)
     building.rename(path)
 

@@ -51,9 +51,9 @@ class Dossier:
             facts.wrong if (facts := self.examples.facts.get(one)) else None for one in self.ids
         ]
 
-    def column(self, name: str) -> list[Any]:
-        """Return a column of the draggers' table, in the same order."""
-        found: list[Any] = self.draggers.table[name].to_pylist()
+    def column(self, name: str, count: int | None = None) -> list[Any]:
+        """Return a column of the draggers' table, or its beginning, in the same order."""
+        found: list[Any] = self.draggers.table[name].slice(0, count).to_pylist()
         return found
 
     @property

@@ -194,7 +194,7 @@ def _domain(dossier: Dossier, row: dict[str, object], one: str) -> str | None:
 
 def _sparklines(dossier: Dossier, count: int) -> list[Sparkline]:
     """Return the courses of the first examples, all on the same scale."""
-    columns = [dossier.column(f"{dossier.measure}_{third}")[:count] for third in THIRDS]
+    columns = [dossier.column(f"{dossier.measure}_{third}", count) for third in THIRDS]
     known = [value for column in columns for value in column if value is not None]
     # 0, the median of all examples, is always on the scale
     low, high = min(known, default=0.0), max(known, default=1.0)
