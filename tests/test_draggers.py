@@ -13,6 +13,7 @@ import microclip
 from microclip import draggers
 from microclip.draggers.relative import LIMIT
 from microclip.ledger import Ledger, open_ledger
+from microclip.ledger.schema import write_parquet
 
 from ledgers import Row, outcome, write
 
@@ -287,7 +288,8 @@ class TestProperties:
                 with pq.ParquetFile(part) as file:
                     rows, said = file.read(), file.metadata.metadata
                 turned = rows.take(np.arange(len(rows))[::-1]).replace_schema_metadata(said)
-                pq.write_table(turned, part, store_schema=False)
+                with part.open("wb") as place:
+                    write_parquet(turned, place)
         assert scores(path, "loss") == pytest.approx(expected)
 
     def test_b_of_one_needs_no_refinement(self, tmp_path):
