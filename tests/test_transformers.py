@@ -119,6 +119,14 @@ def test_domains_and_ids(tmp_path):
     assert sorted(i for ids in outcome.ids for i in ids) == list(range(116, 122))
 
 
+def test_ids_of_a_microbatch_over_several_batches(tmp_path):
+    data = [{**e, "number": 100 + i} for i, e in enumerate(examples("bert"))]
+    run = trainer(tmp_path, bert(), data, b=3, per_device_train_batch_size=2,
+                  gradient_accumulation_steps=4, clip={"id_column": "number"})  # fmt: skip
+    run.train()
+    assert run.clipper.outcome.ids == ((116, 117, 118), (119, 120, 121))
+
+
 def test_domains_need_small_microbatches(tmp_path):
     data = [{**e, "place": i % 2} for i, e in enumerate(examples("bert"))]
     run = trainer(tmp_path, bert(), data, b=8, clip={"domain_column": "place"})

@@ -13,6 +13,7 @@ For a Trainer of your own: `class MyClippedTrainer(ClippedTrainerMixin, MyTraine
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -24,7 +25,7 @@ from microclip.engines.choose import EngineName, Scope
 from microclip.engines.losses import LossFn, backward
 from microclip.integrations.example_losses import ExampleLosses
 from microclip.integrations.metrics import metrics
-from microclip.microbatches import check_size, count_examples, cut
+from microclip.microbatches import Ids, check_size, count_examples, cut
 from microclip.outcome import Outcome
 from microclip.rules import Nonfinite, Rule
 
@@ -80,6 +81,7 @@ class ClippedTrainerMixin:
         # how the losses of single examples are had; None: not asked yet
         self._each: ExampleLosses | Literal["unknown"] | None = None
         self._waiting = 0  # examples of a micro-batch that is not complete
+        self._ids_waiting: tuple[Hashable, ...] = ()
         self._items_waiting: Tensor | float = 0.0
         self._loss_waiting: Tensor | float = 0.0
         super().__init__(*args, **kwargs)
@@ -122,7 +124,7 @@ class ClippedTrainerMixin:
         at_once = trainer._train_batch_size or trainer.args.train_batch_size
         last = trainer.accelerator.sync_gradients
         if self._size is not None and self._size > at_once:
-            self._add_parts(model, clipper, inputs)
+            self._add_parts(model, clipper, inputs, labels.get("ids"))
             if last:
                 self._fold_parts(clipper)
         else:
@@ -157,7 +159,9 @@ class ClippedTrainerMixin:
 
         return loss_fn
 
-    def _add_parts(self, model: nn.Module, clipper: Clipper, inputs: dict[str, Any]) -> None:
+    def _add_parts(
+        self, model: nn.Module, clipper: Clipper, inputs: dict[str, Any], ids: Ids | None
+    ) -> None:
         """Let a micro-batch grow over several batches, up to its size and no further."""
         trainer: Any = self
         assert self._size is not None
@@ -167,13 +171,14 @@ class ClippedTrainerMixin:
                 f"{self._size} is larger than the {count_examples(inputs)} examples that the model "
                 "sees at once."
             )
-        for part in cut(inputs, self._size - self._waiting):
+        for part in cut(inputs, self._size - self._waiting, ids=ids):
             items = self._items(part.batch, part.size)
             with clipper.local():
                 with trainer.compute_loss_context_manager():
                     loss = trainer.compute_loss(model, part.batch, num_items_in_batch=None)
                 backward(loss * items, clipper.grad_scaler)
             self._waiting += part.size
+            self._ids_waiting += () if ids is None else part.ids
             self._items_waiting += items
             self._loss_waiting += loss.detach() * items
             if self._waiting == self._size:
@@ -188,8 +193,9 @@ class ClippedTrainerMixin:
                 parameter.grad.div_(self._items_waiting)
         loss = torch.as_tensor(self._loss_waiting / self._items_waiting)
         with clipper.local():
-            clipper.fold(size=self._waiting, loss=loss)
+            clipper.fold(size=self._waiting, loss=loss, ids=self._ids_waiting or None)
         self._waiting, self._items_waiting, self._loss_waiting = 0, 0.0, 0.0
+        self._ids_waiting = ()
 
     def _items(self, inputs: Any, size: int) -> Tensor | float:
         """Return what the model's mean loss is the mean over: labels that count, or examples."""
