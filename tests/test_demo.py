@@ -31,7 +31,6 @@ from microclip.demo.plan import (
     rates_to_try,
 )
 from microclip.demo.progress import Forecast, Lines, Status, progress
-from microclip.demo.show import write_whole
 from microclip.demo.summary import (
     Estimate,
     Row,
@@ -55,6 +54,7 @@ from microclip.demo.train import (
     fit,
     network,
 )
+from microclip.files import write_whole
 from microclip.ledger import open_ledger
 from microclip.report.assemble import investigate
 from microclip.report.comparison import compare

@@ -17,6 +17,7 @@ import torch
 import microclip
 from microclip.demo import config as sizes
 from microclip.demo.train import HIDDEN, SCHEDULE, WEIGHT_DECAY, Result, Run
+from microclip.files import append_line
 
 # What results depend on besides the fields of a Run: whoever changes the recipe starts anew.
 RECIPE: dict[str, Any] = {
@@ -50,16 +51,7 @@ class Cache:
     def add(self, run: Run, result: Result) -> None:
         """Append one run."""
         line = json.dumps({"recipe": RECIPE, "run": asdict(run), "result": asdict(result)})
-        with self.path.open("a+b") as file:
-            # after a line that was cut off, begin a new one instead of being lost with it
-            if file.tell() and not _ends_with_newline(file):
-                line = "\n" + line
-            file.write(f"{line}\n".encode())
-
-
-def _ends_with_newline(file: Any) -> bool:
-    file.seek(-1, 2)
-    return bool(file.read(1) == b"\n")
+        append_line(self.path, line)
 
 
 def _read(line: str) -> tuple[Run, Result] | None:

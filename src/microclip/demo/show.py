@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
 from rich.console import Console
 
 from microclip.demo.cache import Cache
@@ -16,6 +13,7 @@ from microclip.demo.pictures import LIGHT, sweet_spot
 from microclip.demo.progress import progress
 from microclip.demo.summary import Summary, summarise
 from microclip.demo.tables import print_summary
+from microclip.files import write_whole
 from microclip.report.assemble import investigate
 from microclip.report.page import render
 
@@ -48,13 +46,3 @@ def show(config: DemoConfig) -> Summary:
         # soft_wrap and no markup: a path must come out as it is, however long or odd
         console.print(f"{what + ':':<9}{path}", soft_wrap=True, markup=False, highlight=False)
     return summary
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """Write a file that is there complete or not at all."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        partial.write_bytes(content)
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)

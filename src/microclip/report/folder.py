@@ -10,10 +10,11 @@ import json
 import math
 import os
 import re
-import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from microclip.files import append_line, write_whole
 
 FORMAT = "microclip-run"
 VERSION = 1
@@ -87,7 +88,7 @@ class RunFolder:
             "versions": _versions(),
         }
         text = json.dumps(described, indent=2, default=str) + "\n"
-        _put(self.path / RUN, text.encode())
+        write_whole(self.path / RUN, text.encode())
         if (self.path / METRICS).exists():
             self._append(METRICS, {RESUMED: True})
 
@@ -162,31 +163,11 @@ class RunFolder:
         if not PLAIN_NAME.fullmatch(stem):  # an id may be anything, the name of a file may not
             stem = hashlib.sha256(stem.encode("utf-8", "surrogatepass")).hexdigest()[:32]
         name = f"{MEDIA}/{stem}.{ENDINGS[kind]}"
-        _put(self.path / name, content)
+        write_whole(self.path / name, content)
         return name
 
     def _append(self, name: str, line: Mapping[str, Any]) -> None:
-        text = json.dumps(line, allow_nan=False)
-        with (self.path / name).open("a+b") as file:
-            # after a line that was cut off, begin a new one instead of being lost with it
-            if file.tell() and not _ends_with_newline(file):
-                text = "\n" + text
-            file.write(f"{text}\n".encode())
-
-
-def _ends_with_newline(file: Any) -> bool:
-    file.seek(-1, 2)
-    return bool(file.read(1) == b"\n")
-
-
-def _put(path: Path, content: bytes) -> None:
-    """Write a file that is there complete or not at all."""
-    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-    try:
-        partial.write_bytes(content)
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+        append_line(self.path / name, json.dumps(line, allow_nan=False))
 
 
 def _versions() -> dict[str, str]:
