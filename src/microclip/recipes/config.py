@@ -1,0 +1,79 @@
+"""How a recipe is trained: everything that is not the data or the model. Imports nothing heavy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+Optimizer = Literal["adamw", "sgd", "adafactor"]
+Schedule = Literal["linear", "cosine", "constant", "inverse_sqrt"]
+Precision = Literal["no", "bf16", "fp16"]
+
+
+@dataclass(frozen=True)
+class Training:
+    """How a recipe is trained."""
+
+    out: Path | None = None
+    """Folder of the run: metrics, checkpoints, ledger, page. Named after the run unless given."""
+    resume: bool = False
+    """Go on with the run in the folder, from its last checkpoint."""
+
+    microbatch_size: int | None = None
+    """b, the examples clipped together; none is plain training through the same code."""
+    rule: str = "MinNorm"
+    """How norms become weights, a rule of microclip.rules: MinNorm, Median, "Quantile(0.2)", ..."""
+    engine: Literal["auto", "stream", "two_pass", "fused"] = "auto"
+    """How gradients are obtained. A resumed run keeps what "auto" found."""
+    by_domain: bool = False
+    """Clip within each domain of the data, if it has any; else domains are only counted."""
+
+    batch_size: int = 32
+    """B, the examples of an optimizer step, over all processes."""
+    chunk_size: int | None = None
+    """Examples that a process loads and folds at once; its share of the batch unless given."""
+    steps: int | None = None
+    """Optimizer steps; or give epochs."""
+    epochs: float | None = None
+    """Passes over the data; or give steps."""
+    seed: int = 0
+    """Of splits, first weights, order of the data and augmentation."""
+
+    optimizer: Optimizer = "adamw"
+    """What takes the steps."""
+    learning_rate: float = 1e-3
+    """At its highest."""
+    weight_decay: float = 0.01
+    """Of matrices; biases and norms have none."""
+    momentum: float = 0.9
+    """Of sgd."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """Of adamw."""
+    schedule: Schedule = "linear"
+    """How the learning rate falls after the warm-up."""
+    warmup: float = 0.0
+    """Share of the steps in which the learning rate rises."""
+    max_grad_norm: float | None = None
+    """Clip the norm of the whole gradient as well, after the micro-batches' own."""
+    precision: Precision = "no"
+    """Mixed precision."""
+    start_from: Path | None = None
+    """Weights to begin with: a folder with model.safetensors, as checkpoints are."""
+
+    evaluate_every: int | None = None
+    """Steps between two looks at the validation data; a twentieth of all unless given."""
+    checkpoint_every: int | None = None
+    """Steps between two checkpoints; as evaluate_every unless given."""
+    log_every: int = 10
+    """Steps between two lines of metrics."""
+    workers: int = 0
+    """Processes that load data."""
+    trackers: tuple[str, ...] = ("tensorboard",)
+    """Where metrics go besides metrics.jsonl: names that Accelerate knows (tensorboard, wandb)."""
+    ledger: bool = True
+    """Record what clipping did to every micro-batch."""
+    page: bool = True
+    """Make the page of the run at its end."""
+    cpu: bool = False
+    """Use no accelerator, even if there is one."""

