@@ -233,3 +233,19 @@ def test_memory_of_the_trial_is_given_back():
     clipper = Clipper(model, 2, engine="fused")
     clipper.backward(lambda x: model(x).square().mean((1, 2)), torch.randn(8, 16, 64))
     assert clipper.held_memory > 0
+
+
+def test_a_checkpoint_holds_what_was_found_out(tmp_path):
+    """Timed anew, it could choose another engine, and a resumed run would differ in its bits."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+    first = Clipper(model, 2)
+    first.backward(classes(model), batch())
+    torch.save(first.state_dict(), tmp_path / "clipper.pt")
+    other = "stream" if first.engine_report.engine == "fused" else "fused"
+    state = torch.load(tmp_path / "clipper.pt")
+    for engine in (first.engine_report.engine, other):
+        state["trials"][0]["engine"] = engine
+        second = Clipper(model, 2)
+        second.load_state_dict(state)
+        assert second.backward(classes(model), batch()).engine == engine
+        assert second.step == 2

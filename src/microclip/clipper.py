@@ -261,7 +261,7 @@ class Clipper:
         self._notes = []
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint must hold: the step count and the state of the rule.
+        """Return what a checkpoint must hold: steps, the rule's state, and what "auto" found.
 
         What a ledger has recorded until here is written to disk.
         """
@@ -272,15 +272,25 @@ class Clipper:
             )
         if self.ledger is not None:
             self.ledger.flush()
-        return {"step": self.step, "rule": self.policy.rule.state_dict()}
+        return self.lasting_state()
+
+    def lasting_state(self) -> dict[str, Any]:
+        """Return the state as of the last `finish()`, whatever has been folded since."""
+        return {
+            "step": self.step,
+            "rule": self.policy.rule.state_dict(),
+            "trials": self._chooser.trials(),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take back what `state_dict` gave."""
-        if set(state) != {"step", "rule"}:
+        if set(state) - {"trials"} != {"step", "rule"}:
             raise ValueError(
-                f"A Clipper's state has the entries 'step' and 'rule', but got {sorted(state)}."
+                "A Clipper's state has the entries 'step' and 'rule', and perhaps 'trials', but "
+                f"got {sorted(state)}."
             )
         self.policy.rule.load_state_dict(state["rule"])
+        self._chooser.take_trials(state.get("trials", []))
         self.step = state["step"]
 
     def _fold_batch(

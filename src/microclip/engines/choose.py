@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from torch import nn
@@ -144,6 +144,18 @@ class Chooser:
         self._trials = dict.fromkeys(self._trials, self.report)
         logger.warning('engine="auto" uses %s from now on: %s', certain, reason)
         return True
+
+    def trials(self) -> list[dict[str, Any]]:
+        """Return what was found out, for a checkpoint: timed anew, it could be something else."""
+        return [{"size": size, **asdict(report)} for size, report in self._trials.items()]
+
+    def take_trials(self, trials: list[dict[str, Any]]) -> None:
+        """Rely on what was found out before a checkpoint."""
+        from microclip.engines.trial import EngineReport
+
+        for trial in trials:
+            found = {name: value for name, value in trial.items() if name != "size"}
+            self._trials[tuple(trial["size"])] = EngineReport(**found)
 
     def _single_pass(self, tally: Tally) -> Engine:
         from microclip.engines.fused.engine import Fused

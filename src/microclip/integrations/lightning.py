@@ -142,7 +142,7 @@ class MicrobatchClip(pl.Callback):
         if self.clipper is None:
             return self._state or {}
         self._flush()
-        return {"step": self.clipper.step, "rule": self.clipper.policy.rule.state_dict()}
+        return self.clipper.lasting_state()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take back what `state_dict` gave."""
