@@ -33,10 +33,10 @@ class Training:
     """B, the examples of an optimizer step, over all processes."""
     chunk_size: int | None = None
     """Examples that a process loads and folds at once; its share of the batch unless given."""
-    steps: int | None = None
-    """Optimizer steps; or give epochs."""
+    steps: int = 1000
+    """Optimizer steps."""
     epochs: float | None = None
-    """Passes over the data; or give steps."""
+    """Passes over the data, instead of steps."""
     seed: int = 0
     """Of splits, first weights, order of the data and augmentation."""
 
@@ -77,3 +77,42 @@ class Training:
     """Make the page of the run at its end."""
     cpu: bool = False
     """Use no accelerator, even if there is one."""
+
+    def __post_init__(self) -> None:
+        _at_least_one("batch_size", self.batch_size)
+        _at_least_one("steps", self.steps)
+        _at_least_one("log_every", self.log_every)
+        for name in ("microbatch_size", "chunk_size", "evaluate_every", "checkpoint_every"):
+            _at_least_one(name, getattr(self, name), or_none=True)
+        if self.epochs is not None and not self.epochs > 0:
+            raise ValueError(f"epochs must be greater than 0, but got {self.epochs}.")
+        if self.microbatch_size is not None and self.microbatch_size > self.batch_size:
+            raise ValueError(
+                f"microbatch_size {self.microbatch_size} is larger than batch_size "
+                f"{self.batch_size}. For plain training say --microbatch-size none."
+            )
+        if not 0 < self.learning_rate < float("inf"):
+            raise ValueError(f"learning_rate must be greater than 0, but got {self.learning_rate}.")
+        if not 0 <= self.warmup < 1:
+            raise ValueError(
+                f"warmup is a share of the steps, from 0 to below 1, but got {self.warmup}."
+            )
+        if self.max_grad_norm is not None and not self.max_grad_norm > 0:
+            raise ValueError(f"max_grad_norm must be greater than 0, but got {self.max_grad_norm}.")
+        if self.workers < 0:
+            raise ValueError(f"workers must be 0 or more, but got {self.workers}.")
+        if self.seed < 0:
+            raise ValueError(f"seed must be 0 or more, but got {self.seed}.")
+
+    def all_steps(self, examples: int) -> int:
+        """Return how many steps there are, given the number of training examples."""
+        if self.epochs is None:
+            return self.steps
+        return max(1, round(self.epochs * examples / self.batch_size))
+
+
+def _at_least_one(name: str, value: int | None, or_none: bool = False) -> None:
+    if value is None and or_none:
+        return
+    if value is None or value < 1:
+        raise ValueError(f"{name} must be 1 or more, but got {value}.")
