@@ -6,21 +6,28 @@ is answered with the line that installs it.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import microclip
 from microclip.demo.config import DemoConfig
 from microclip.probing.config import ProbeConfig
+from microclip.recipes.config import DivergedError, SettingError, SweepOptions, TrainOptions
 from microclip.report.config import ReportConfig
 from microclip.theory.config import TheoryConfig
 
 ABOUT = """Adaptive micro-batch clipping for PyTorch: train better on data that is not clean.
 
 See it at work, in about two minutes:  microclip demo
+
+Train a speech, vision or language model, or your own:  microclip train vision
+
+Which micro-batch size to use, by trial:  microclip sweep vision --race
 
 What the theory says of each micro-batch size:  microclip theory
 
@@ -37,6 +44,10 @@ EXTRAS = {
     "cli": ("tyro", "rich"),
     "demo": ("sklearn", "scipy", "matplotlib", "pyarrow", "jinja2", "plotly"),
     "plot": ("matplotlib",),
+    "recipes": (
+        *("transformers", "accelerate", "sklearn", "pyarrow", "jinja2", "plotly", "numpy"),
+        *("optuna", "jiwer", "soundfile", "tensorboard", "PIL", "espeakng_loader"),
+    ),
     "report": ("jinja2", "plotly", "pyarrow", "numpy"),
 }
 
@@ -49,6 +60,7 @@ class Command:
     extra: str  # what must be installed for it
     carry_out: Callable[[Any], None]
     positional: bool = False  # whether what must be given needs no name
+    by_itself: bool = False  # whether it reads its arguments itself: options depend on the first
 
 
 def demo(config: DemoConfig) -> None:
@@ -81,11 +93,37 @@ def theory(config: TheoryConfig) -> None:
     show(config)
 
 
+def train(arguments: Sequence[str]) -> None:
+    """Carry out `microclip train`."""
+    from rich.console import Console
+
+    from microclip.recipes.command import carry_out_train, read
+
+    order = read("train", arguments)
+    if order is None:
+        return
+    # of several processes, the first one speaks
+    console = Console(quiet=os.environ.get("RANK", "0") != "0")
+    carry_out_train(order, ["microclip", "train", *arguments], console)
+
+
+def sweep(arguments: Sequence[str]) -> None:
+    """Carry out `microclip sweep`."""
+    from microclip.recipes.command import carry_out_sweep, read
+
+    order = read("sweep", arguments)
+    if order is None:
+        return
+    carry_out_sweep(order, arguments)
+
+
 COMMANDS = {
     "demo": Command(DemoConfig, "demo", demo),
     "probe": Command(ProbeConfig, "cli", probe),
     "report": Command(ReportConfig, "report", report, positional=True),
+    "sweep": Command(SweepOptions, "recipes", sweep, by_itself=True),
     "theory": Command(TheoryConfig, "plot", theory),
+    "train": Command(TrainOptions, "recipes", train, by_itself=True),
 }
 
 
@@ -102,14 +140,15 @@ def main(args: Sequence[str] | None = None) -> int:
     try:
         require("cli")
         command, options = parse(arguments)
-        require(command.extra)
+        require(command.extra, only_look=command.by_itself)
         command.carry_out(options)
-    except (MissingExtraError, OSError) as error:
+    except (MissingExtraError, OSError, SettingError, DivergedError) as error:
         return _fail(str(error))
-    except KeyboardInterrupt:
-        return _fail(
-            "Interrupted. What was finished is kept: the same command goes on from there.", 130
+    except KeyboardInterrupt as interruption:
+        said = str(interruption) or (
+            "Interrupted. What was finished is kept: the same command goes on from there."
         )
+        return _fail(said, getattr(interruption, "exit_code", 130))
     return 0
 
 
@@ -117,6 +156,9 @@ def parse(arguments: Sequence[str]) -> tuple[Command, Any]:
     """Return the command and its options; `--help` and mistakes end in SystemExit, as usual."""
     import tyro
 
+    named = COMMANDS.get(arguments[0]) if arguments else None
+    if named is not None and named.by_itself:
+        return named, arguments[1:]
     app = tyro.extras.SubcommandApp()  # keeps the name of a command even if it is the only one
     for name, command in COMMANDS.items():
         positional: Any = tyro.conf.PositionalRequiredArgs
@@ -132,11 +174,14 @@ def parse(arguments: Sequence[str]) -> tuple[Command, Any]:
     return next(c for c in COMMANDS.values() if isinstance(chosen, c.options)), chosen
 
 
-def require(extra: str) -> None:
-    """Import what an extra brings, or say how to install it."""
+def require(extra: str, only_look: bool = False) -> None:
+    """Import what an extra brings, or only look for it, or say how to install it."""
     for name in EXTRAS[extra]:
         try:
-            import_module(name)
+            if not only_look:
+                import_module(name)
+            elif find_spec(name) is None:
+                raise ModuleNotFoundError(name=name)
         except ImportError as error:
             raise MissingExtraError(
                 f"This command needs {error.name or name}, which cannot be imported. "

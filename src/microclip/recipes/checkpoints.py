@@ -16,6 +16,7 @@ from typing import Any
 from torch import nn
 
 from microclip.files import write_whole
+from microclip.recipes.config import SettingError
 
 FOLDER, STEP, BEST = "checkpoints", "step-", "best-"
 STATE, WEIGHTS = "state.json", "model.safetensors"
@@ -111,7 +112,7 @@ def load_weights(model: nn.Module, folder: Path) -> None:
     given = {id(p) for name, p in parameters.items() if name not in missing}
     absent = [name for name in missing if name in parameters and id(parameters[name]) not in given]
     if absent or unexpected:
-        raise ValueError(
+        raise SettingError(
             f"{file} is of another model: it lacks {absent[:3] or 'nothing'} and has "
             f"{list(unexpected)[:3] or 'nothing'} besides."
         )

@@ -1,4 +1,7 @@
-"""How a recipe is trained: everything that is not the data or the model. Imports nothing heavy."""
+"""How a recipe is trained: everything that is not the data or the model. Imports nothing heavy.
+
+Errors that are a user's to mend are here too, so that the command knows them without the rest.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,14 @@ from typing import Literal
 Optimizer = Literal["adamw", "sgd", "adafactor"]
 Schedule = Literal["linear", "cosine", "constant", "inverse_sqrt"]
 Precision = Literal["no", "bf16", "fp16"]
+
+
+class SettingError(ValueError):
+    """What was asked for cannot be done; the message says why, and what can."""
+
+
+class DivergedError(ArithmeticError):
+    """The loss is not finite any more; the last checkpoint is from before."""
 
 
 @dataclass(frozen=True)
@@ -109,6 +120,22 @@ class Training:
         if self.epochs is None:
             return self.steps
         return max(1, round(self.epochs * examples / self.batch_size))
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """Train a recipe: vision, speech, language, or one of your own in a Python file.
+
+    Data, model and everything else has defaults that run in minutes:  microclip train vision
+    """
+
+
+@dataclass(frozen=True)
+class SweepOptions:
+    """Train a recipe at several micro-batch sizes, and say which is best and how surely.
+
+    microclip sweep vision; the quick answer:  microclip sweep vision --race
+    """
 
 
 def _at_least_one(name: str, value: int | None, or_none: bool = False) -> None:

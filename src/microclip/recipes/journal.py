@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from microclip.files import write_whole
-from microclip.recipes.config import Training
+from microclip.recipes.config import SettingError, Training
 from microclip.recipes.recipe import Data, Recipe
 from microclip.report.folder import RUN, RunFolder
 
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 FACTS, LOCK, PAGE, TENSORBOARD = "facts.json", ".lock", "report.html", "tensorboard"
 # what may be another when a run is taken up again: nothing that is computed depends on it
-FREE = frozenset(
-    ("out", "resume", "checkpoint_every", "log_every", "workers", "trackers", "ledger", "page")
-    + ("cpu",)
-)
+FREE = {
+    *("out", "resume", "checkpoint_every", "log_every", "workers", "trackers", "ledger", "page"),
+    "cpu",
+}
 OWN_PLACE = frozenset(("seed", "microbatch_size"))  # said in run.json by themselves
 OF_CLIPPING = frozenset(("rule", "engine", "by_domain"))  # plain training has none of it
 SHOWN = 300  # of the most suspicious examples, to be seen on the page
@@ -156,7 +156,7 @@ class Journal:
             said = json.loads((self.path / RUN).read_text(encoding="utf-8"))
             before = {**said["settings"], **{name: said[name] for name in OWN_PLACE}}
         except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(
+            raise SettingError(
                 f"{self.path / RUN} cannot be read ({error!r}), so it is not known what is to be "
                 "gone on with. Choose another folder: --out."
             ) from error
@@ -169,7 +169,7 @@ class Journal:
             if before.get(name) != now.get(name)
         ]
         if changed:
-            raise ValueError(
+            raise SettingError(
                 f"The run in {self.path} cannot be gone on with in another way than it began: "
                 f"{'; '.join(changed)}. Give it the same options, or choose another folder: --out."
             )

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from microclip.recipes.config import Training
+from microclip.recipes.config import SettingError, Training
 
 Rows = npt.NDArray[np.int64]
 
@@ -63,18 +63,18 @@ class Share:
         """Return the share of a process, or say why the batch cannot be shared so."""
         B, b, chunk = training.batch_size, training.microbatch_size, training.chunk_size
         if B % world:
-            raise ValueError(
+            raise SettingError(
                 f"batch_size is {B}, which {world} processes cannot share equally. "
                 f"Choose a multiple of {world}."
             )
         own = B // world
         if b is not None and own % b:
-            raise ValueError(
+            raise SettingError(
                 f"Each of {world} processes has {own} of the {B} examples of a batch, which cannot "
                 f"be cut into micro-batches of {b}. Let microbatch_size divide {own}."
             )
         if chunk is not None and (own % chunk or (b is not None and chunk % b)):
-            raise ValueError(
+            raise SettingError(
                 f"chunk_size must divide a process's {own} examples of a batch"
                 + (f" and be a multiple of microbatch_size {b}" if b is not None else "")
                 + f", but is {chunk}."

@@ -6,6 +6,7 @@ import ast
 import inspect
 
 from microclip import rules
+from microclip.recipes.config import SettingError
 from microclip.rules import Rule
 
 KNOWN = {
@@ -35,7 +36,7 @@ def named(text: str) -> Rule:
             **{str(word.arg): ast.literal_eval(word.value) for word in call.keywords},
         )
     except (SyntaxError, TypeError, ValueError, KeyError) as error:
-        raise ValueError(
+        raise SettingError(
             f"rule must be one of {', '.join(KNOWN)}, with what it needs in brackets, such as "
             f'"Quantile(0.2)" or "Fixed(1.0)", but got {text!r} ({error}).'
         ) from error

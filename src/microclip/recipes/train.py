@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from microclip.recipes.checkpoints import Checkpoints, State, load_weights
-from microclip.recipes.config import Training
+from microclip.recipes.config import DivergedError, Training
 from microclip.recipes.evaluation import evaluate
 from microclip.recipes.interruption import Stopped, StopRequests
 from microclip.recipes.journal import Journal
@@ -40,17 +40,13 @@ LISTEN_EVERY = 10  # steps: asking all processes whether one was told to stop co
 PATIENCE = 3  # losses in a row that are not finite, before a run is given up
 
 
-class DivergedError(ArithmeticError):
-    """The loss is not finite any more; the last checkpoint is from before."""
-
-
 @dataclass(frozen=True)
 class Finished:
     """What a call of `train` came to."""
 
     path: Path  # the run's folder
     step: int
-    metrics: dict[str, float]  # validation_*; after the last step also test_* and best_test_*
+    metrics: dict[str, float]  # (best_)validation_*; after the last step also (best_)test_*
     best_step: int | None
 
 
@@ -285,4 +281,7 @@ class _Run:
                 )
 
     def _finished(self) -> Finished:
-        return Finished(self.journal.path, self.state.step, self.figures, self.state.best_step)
+        figures = dict(self.figures)
+        if self.state.best is not None:
+            figures[f"best_validation_{self.recipe.headline}"] = self.state.best
+        return Finished(self.journal.path, self.state.step, figures, self.state.best_step)
