@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import inspect
 import shlex
+import sys
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, is_dataclass, make_dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 from microclip.recipes.config import SettingError, Training
 from microclip.recipes.own import OURS, find_recipe
@@ -109,7 +110,8 @@ def carry_out_sweep(order: Order, arguments: Sequence[str]) -> None:
     from microclip.recipes.sweep.command import run_sweep
 
     assert order.sweep is not None
-    run_sweep(order.recipe, order.training, order.sweep, arguments)
+    again = [sys.executable, "-m", "microclip", "sweep", *arguments]
+    run_sweep(order.recipe, order.training, order.sweep, again)
 
 
 def _take_preset(arguments: Sequence[str]) -> tuple[str, list[str]]:
@@ -171,10 +173,11 @@ def _without(names: set[str]) -> Any:
 
     fixed: Any = tyro.conf.Fixed
     suppressed: Any = tyro.conf.Suppress
+    types = get_type_hints(Training)  # as texts they would be read in this module
     return make_dataclass(
         "SweptTraining",
         [
-            (field.name, suppressed[fixed[field.type]], field.default)
+            (field.name, suppressed[fixed[types[field.name]]], field.default)
             for field in fields(Training)
             if field.name in names
         ],
