@@ -249,3 +249,23 @@ def test_a_checkpoint_holds_what_was_found_out(tmp_path):
         second.load_state_dict(state)
         assert second.backward(classes(model), batch()).engine == engine
         assert second.step == 2
+
+
+def test_autocast_inside_the_model_is_no_mistake():
+    """Rounding to bfloat16 is not taken for mixed examples, wherever autocast is switched on."""
+
+    class Inside(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 3))
+
+        def forward(self, x):
+            with torch.autocast("cpu", torch.bfloat16):
+                return self.body(x).float()
+
+    model = Inside()
+    clipper = Clipper(model, 2)
+    clipper.backward(classes(model), batch())  # a warning would be an error
+    assert 1e-4 < clipper.engine_report.error < 0.05
+    assert set(clipper.engine_report.seconds) == {"fused", "stream"}
+    assert not nn.modules.module._global_forward_pre_hooks

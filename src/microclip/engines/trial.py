@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from microclip import multitensor
 from microclip.engines.base import CannotFuseError, Engine
@@ -55,6 +56,7 @@ def try_out(
     devices = {parameter.device for parameter in model.parameters()}
     random_state, buffers = RandomState.now(devices), copies_of_buffers(model)
     fallback = certain(policy)
+    autocast = _AutocastWatch({device.type for device in devices})
 
     def run(engine: type[Engine]) -> tuple[Gradients, float]:
         put_back(model, buffers)
@@ -68,7 +70,8 @@ def try_out(
         return gradients, time.perf_counter() - start
 
     try:
-        return _compare(run, fallback, random_state, devices)
+        with autocast:
+            return _compare(run, fallback, random_state, devices, autocast)
     except CannotFuseError as error:
         return EngineReport(fallback.name, str(error))
     except torch.OutOfMemoryError:
@@ -83,6 +86,7 @@ def _compare(
     fallback: type[Engine],
     before: RandomState,
     devices: set[torch.device],
+    autocast: _AutocastWatch,
 ) -> EngineReport:
     seconds: dict[str, float] = {}
     for turn in range(ROUNDS):
@@ -102,7 +106,7 @@ def _compare(
     if not math.isfinite(error):
         return EngineReport(fallback.name, NOT_FINITE)
     half = any(t.dtype in multitensor.HALF for t in (*fused.values(), *trusted.values()))
-    tolerance = TOLERANCE_IN_HALF if half else TOLERANCE
+    tolerance = TOLERANCE_IN_HALF if half or autocast.seen else TOLERANCE
     if error > tolerance and not still:
         return EngineReport(
             fallback.name,
@@ -123,6 +127,26 @@ def _compare(
     faster = min(seconds, key=seconds.__getitem__)
     times = ", ".join(f"{name} {value:.3g} s" for name, value in seconds.items())
     return EngineReport(faster, f"All are exact, and it is the fastest ({times}).", seconds, error)
+
+
+class _AutocastWatch:
+    """Notices whether any module computes under autocast: gradients are whole, but rounded.
+
+    Who switches it on may do so around the model (Accelerate does), so it is asked inside.
+    """
+
+    def __init__(self, device_types: set[str]) -> None:
+        self.seen = False
+        self._types = device_types
+
+    def __enter__(self) -> None:
+        self._hook = register_module_forward_pre_hook(self._ask)
+
+    def __exit__(self, *error: object) -> None:
+        self._hook.remove()
+
+    def _ask(self, module: nn.Module, inputs: object) -> None:
+        self.seen = self.seen or any(map(torch.is_autocast_enabled, self._types))
 
 
 def _difference(found: Gradients, trusted: Gradients) -> tuple[float, str]:

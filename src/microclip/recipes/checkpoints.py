@@ -107,10 +107,16 @@ def load_weights(model: nn.Module, folder: Path) -> None:
         )
     options = StateDictOptions(full_state_dict=True, strict=False)
     weights: dict[str, Any] = load_file(file)
-    missing, unexpected = set_model_state_dict(model, weights, options=options)
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    given = {id(p) for name, p in parameters.items() if name not in missing}
-    absent = [name for name in missing if name in parameters and id(parameters[name]) not in given]
+    try:
+        _, unexpected = set_model_state_dict(model, weights, options=options)
+    except RuntimeError as error:  # torch's list of shapes that differ
+        raise SettingError(f"{file} is of another model: {error}") from error
+    parameters = {
+        name.removeprefix("module."): id(parameter)  # as DistributedDataParallel calls its own
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+    }
+    given = {parameter for name, parameter in parameters.items() if name in weights}  # tied or not
+    absent = [name for name, parameter in parameters.items() if parameter not in given]
     if absent or unexpected:
         raise SettingError(
             f"{file} is of another model: it lacks {absent[:3] or 'nothing'} and has "
