@@ -107,6 +107,7 @@ def load_weights(model: nn.Module, folder: Path) -> None:
         )
     options = StateDictOptions(full_state_dict=True, strict=False)
     weights: dict[str, Any] = load_file(file)
+    names = set(weights)  # torch puts more into it
     try:
         _, unexpected = set_model_state_dict(model, weights, options=options)
     except RuntimeError as error:  # torch's list of shapes that differ
@@ -115,7 +116,7 @@ def load_weights(model: nn.Module, folder: Path) -> None:
         name.removeprefix("module."): id(parameter)  # as DistributedDataParallel calls its own
         for name, parameter in model.named_parameters(remove_duplicate=False)
     }
-    given = {parameter for name, parameter in parameters.items() if name in weights}  # tied or not
+    given = {parameter for name, parameter in parameters.items() if name in names}  # tied or not
     absent = [name for name, parameter in parameters.items() if parameter not in given]
     if absent or unexpected:
         raise SettingError(
