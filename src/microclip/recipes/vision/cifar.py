@@ -67,8 +67,7 @@ def load(human_labels: HumanLabels, size: int = SIZE) -> Data[Picture]:
     given = labels_of_people(human_labels)
     training, validation = set_aside(photographs.training_truth, VALIDATION)
     truth = photographs.training_truth
-    memory = Memory(_channels_first(photographs.training)).resized(size)
-    tested = Memory(_channels_first(photographs.test)).resized(size)
+    memory, tested = _held(size)
     pictures = Pictures(memory, training, given[training], CLASSES, truth[training])
     return Data(
         pictures,
@@ -144,5 +143,12 @@ def _cifar10n() -> dict[str, Any]:
     return labels
 
 
-def _channels_first(pixels: npt.NDArray[np.uint8]) -> torch.Tensor:
-    return torch.tensor(pixels).permute(0, 3, 1, 2)
+@functools.cache
+def _held(size: int) -> tuple[Memory, Memory]:
+    """Return the photographs for training and for testing, as they go to the model."""
+    photographs = cifar10()
+    training, test = (
+        Memory(torch.tensor(pixels).permute(0, 3, 1, 2)).resized(size)
+        for pixels in (photographs.training, photographs.test)
+    )
+    return training, test

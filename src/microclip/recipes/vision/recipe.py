@@ -16,6 +16,7 @@ from microclip.recipes.draws import Draws
 from microclip.recipes.recipe import Data, Recipe
 from microclip.recipes.vision import augment, cifar, digits, folder, models
 from microclip.recipes.vision.pictures import Picture, in_pictures, square
+from microclip.recipes.vision.randaugment import MOST, rand_augmented
 
 DIGITS, CIFAR10N = "digits", "cifar10n"
 NOISE = 0.2
@@ -69,6 +70,8 @@ class Vision(Recipe[Picture, int]):
     """Shift training pictures by up to so many pixels."""
     flip: bool = False
     """Mirror half of the training pictures, left to right."""
+    rand_augment: float = 0.0
+    """Change training pictures in shape and colour: RandAugment's magnitude, up to 10."""
     erasing: float = 0.0
     """Share of the training pictures that get a rectangle of noise."""
     mixup: float = 0.0
@@ -110,6 +113,10 @@ class Vision(Recipe[Picture, int]):
             raise ValueError(
                 "smallest_crop is a share of the area, above 0 and up to 1, which turns it off, "
                 f"but got {self.smallest_crop}."
+            )
+        if not 0 <= self.rand_augment <= MOST:
+            raise ValueError(
+                f"rand_augment is a magnitude, from 0 to {MOST:g}, but got {self.rand_augment}."
             )
         if self.noise != NOISE and self.data != DIGITS:
             raise ValueError(
@@ -195,6 +202,7 @@ class Vision(Recipe[Picture, int]):
                     drop_path=0.1,
                     smallest_crop=0.08,
                     flip=True,
+                    rand_augment=9,
                     erasing=0.25,
                     mixup=0.8,
                     cutmix=1.0,
@@ -238,14 +246,7 @@ class Vision(Recipe[Picture, int]):
             for part in (data.validation, data.test)
             if isinstance(part, type(pictures))
         )
-        facts: dict[str, Any] = {
-            "data": self.data,
-            "classes": len(training.classes),
-            "training pictures": len(training),
-            "validation pictures": len(validation),
-            "test pictures": len(test),
-            **data.facts,
-        }
+        facts = {"classes": len(training.classes), **data.facts}
         if training.wrong is not None:
             facts["wrong training labels"] = round(training.wrong, 4)
         return replace(
@@ -294,6 +295,9 @@ class Vision(Recipe[Picture, int]):
             pixels = augment.shifted(pixels, self.crop_padding, draws)
         if self.flip:
             pixels = augment.flipped(pixels, draws)
+        if self.rand_augment:
+            fill = torch.tensor(self._source.MEAN)
+            pixels = rand_augmented(pixels, self.rand_augment, fill, draws)
         pixels = self._normalised(pixels)
         if self.erasing:
             pixels = augment.erased(pixels, self.erasing, draws)
