@@ -129,7 +129,13 @@ def _whole_weights(model: nn.Module) -> dict[str, Any]:
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    return get_model_state_dict(model, options=options)
+    weights: dict[str, Any] = dict(get_model_state_dict(model, options=options))
+    kept: dict[Any, tuple[str, Any]] = {}
+    for name, weight in weights.items():
+        # tied weights once, under the first of their names: safetensors takes no others
+        place = (weight.data_ptr(), weight.shape) if weight.numel() else name
+        kept.setdefault(place, (name, weight))
+    return dict(kept.values())
 
 
 def _put_in_place(partial: Path, path: Path) -> None:
