@@ -1,0 +1,268 @@
+"""The language recipe: texts in, texts out. Ties data, tokens, model and metrics together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from microclip.recipes.config import SettingError, Training
+from microclip.recipes.draws import Draws
+from microclip.recipes.language import metrics, superglue, t5, tokenizer, vader
+from microclip.recipes.language.encoding import (
+    DOMAINS,
+    IGNORED,
+    PAD,
+    Batch,
+    Encoded,
+    Encoder,
+    judged_batch,
+    training_batch,
+)
+from microclip.recipes.language.example import Example
+from microclip.recipes.language.metrics import Verdict, majority
+from microclip.recipes.language.splits import Splits
+from microclip.recipes.language.tasks import TASKS
+from microclip.recipes.recipe import Data, Recipe
+
+
+@dataclass(frozen=True)
+class Texts(Data[Encoded]):
+    """Tokens to train on, with the texts they were made of and what made them."""
+
+    examples: Sequence[Example] = ()  # the training examples, to be shown
+    tokenizer: Any = field(default=None, repr=False)
+
+
+@dataclass(frozen=True)
+class Language(Recipe[Encoded, Verdict]):
+    """T5, on sentences of four domains (VADER), or on a folder in SuperGLUE's layout."""
+
+    name: ClassVar[str] = "language"
+    headline: ClassVar[str] = "accuracy"
+
+    data: str = "vader"
+    """"vader", or a folder in SuperGLUE's layout: BoolQ/train.jsonl, BoolQ/val.jsonl, ..."""
+
+    labels: vader.Labels = "mean"
+    """VADER: whom training believes, the mean of all raters or one of them, who may be wrong."""
+    neutral: bool = False
+    """VADER: keep sentences that are neither positive nor negative, with an answer of their own."""
+
+    tasks: tuple[str, ...] = ()
+    """SuperGLUE: the tasks to take, such as ReCoRD; all that are there unless given."""
+    most_per_task: int | None = None
+    """SuperGLUE: training examples of one task that are taken at most."""
+
+    checkpoint: str | None = None
+    """A T5 of the hub, or a folder with one and its tokenizer; a small one is made unless given."""
+    pretrained: bool = True
+    """Take the checkpoint's weights; else only its configuration and tokenizer."""
+    source_length: int = 40
+    """Tokens that are read at most."""
+    target_length: int = 16
+    """Tokens of an answer at most."""
+    dropout: float | None = 0.1
+    """Share of activations that are dropped; none is what the checkpoint says."""
+    word_dropout: float = 0.0
+    """Share of a text's tokens that are hidden in training."""
+
+    vocabulary: int = 4000
+    """Tokens of the tokenizer that is trained here."""
+    width: int = 64
+    """Of the small T5's embeddings."""
+    feed_forward: int = 128
+    """Of its feed-forward layers."""
+    heads: int = 4
+    """Of its attention."""
+    encoder_layers: int = 1
+    """Layers that read."""
+    decoder_layers: int = 1
+    """Layers that write."""
+
+    def __post_init__(self) -> None:
+        for name in (
+            *("source_length", "target_length", "vocabulary", "width", "feed_forward", "heads"),
+            *("encoder_layers", "decoder_layers", "most_per_task"),
+        ):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise SettingError(f"{name} must be 1 or more, but got {value}.")
+        for name in ("dropout", "word_dropout"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value < 1:
+                raise SettingError(f"{name} must be from 0 up to, and without, 1, but got {value}.")
+        if self.width % self.heads:
+            raise SettingError(
+                f"width must be a multiple of heads, but got {self.width} and {self.heads}."
+            )
+        if self.checkpoint is None and (not self.pretrained or self.dropout is None):
+            option = "--no-pretrained" if not self.pretrained else "--dropout none"
+            raise SettingError(f"{option} needs a checkpoint: --checkpoint NAME_OR_FOLDER.")
+        unknown = [task for task in self.tasks if task not in TASKS]
+        if unknown:
+            raise SettingError(
+                f"tasks must be of {', '.join(TASKS)}, but got {', '.join(unknown)}."
+            )
+
+    @classmethod
+    def presets(cls) -> Mapping[str, tuple[Recipe[Any, Any], Training]]:
+        """Return ready-made choices."""
+        small = Training(
+            microbatch_size=4,
+            by_domain=True,
+            batch_size=32,
+            epochs=3,
+            learning_rate=3e-3,
+            warmup=0.05,
+        )
+        return {"default": (cls(), small)}
+
+    def load(self, seed: int) -> Texts:
+        """Read the texts, and make tokens of them."""
+        splits = self._splits(seed)
+        if self.checkpoint is None:
+            texts = [example.source for example in splits.training]
+            answers = [a for example in splits.training for a in (example.target, *example.choices)]
+            used = tokenizer.trained([*texts, *answers], self.vocabulary)
+        else:
+            used = tokenizer.of_checkpoint(self.checkpoint)
+        encoder = Encoder(used, self.source_length, self.target_length)
+        return Texts(
+            training=encoder.training(splits.training),
+            validation=encoder.judged(splits.validation),
+            test=encoder.judged(splits.test),
+            ids=[example.id for example in splits.training],
+            domains=[example.domain for example in splits.training],
+            facts=_facts(splits),
+            examples=splits.training,
+            tokenizer=used,
+        )
+
+    def _splits(self, seed: int) -> Splits:
+        if self.data == "vader":
+            return vader.load(seed, self.labels, self.neutral)
+        return superglue.load(Path(self.data), seed, self.tasks, self.most_per_task)
+
+    def build(self, data: Data[Encoded]) -> nn.Module:
+        """Return a T5."""
+        if self.checkpoint is not None:
+            return t5.of_checkpoint(self.checkpoint, self.pretrained, self.dropout)
+        assert isinstance(data, Texts)
+        assert self.dropout is not None
+        size = t5.Size(
+            self.width, self.feed_forward, self.heads, self.encoder_layers, self.decoder_layers
+        )
+        return t5.small(size, len(data.tokenizer), self.dropout)
+
+    def collate(self, examples: Sequence[Encoded], draws: Draws | None) -> Batch:
+        """Return a batch: for training with the right answer, for being judged with all choices."""
+        if draws is None:
+            return judged_batch(examples)
+        return training_batch(examples, draws, self.word_dropout, self.source_length)
+
+    def losses(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Return the mean cross-entropy of each example's answer, over its tokens."""
+        labels = batch["labels"]
+        logits = model(
+            input_ids=batch["input_ids"],
+            attention_mask=batch["attention_mask"],
+            decoder_input_ids=_shifted(labels),
+        ).logits
+        return -_log_likelihoods(logits, labels) / (labels != IGNORED).sum(1)
+
+    def judge(self, model: nn.Module, batch: Batch) -> list[Verdict]:
+        """Take the likeliest choice of each example."""
+        chosen = choose(model, batch)
+        rows = torch.arange(len(chosen), device=chosen.device)
+        said = zip(
+            batch["domain"].tolist(),
+            batch["group"].tolist(),
+            chosen.tolist(),
+            batch["exact"].argmax(1).tolist(),
+            batch["exact"][rows, chosen].tolist(),
+            batch["f1"][rows, chosen].tolist(),
+            strict=True,
+        )
+        return [Verdict(DOMAINS[domain], *others) for domain, *others in said]
+
+    def summary(self, records: Sequence[Verdict]) -> dict[str, float]:
+        """Return accuracies and the metrics of tasks."""
+        return metrics.summary(records)
+
+    def describe(self, data: Data[Encoded], row: int) -> Mapping[str, Any]:
+        """Return a text, what training takes for its answer, and the right one if it is known."""
+        assert isinstance(data, Texts)
+        example = data.examples[row]
+        said = {"text": example.source, "label": example.target, "domain": example.domain}
+        return said if example.truth is None else {**said, "truth": example.truth}
+
+
+def choose(model: nn.Module, batch: Batch) -> Tensor:
+    """Return which choice the model finds likeliest, for each example.
+
+    Texts are read once. Choices are tried one after the other, since a passage may have dozens.
+    """
+    choices, mask = batch["choices"], batch["attention_mask"]
+    likelihoods = torch.full(choices.shape[:2], -torch.inf, device=choices.device)
+    states: Tensor | None = None
+    for column in range(choices.shape[1]):
+        rows = (choices[:, column, 0] != IGNORED).nonzero().squeeze(1)
+        labels = choices[rows, column]
+        given: dict[str, Any] = (
+            {"input_ids": batch["input_ids"]}  # every example has a first choice
+            if states is None
+            else {"encoder_outputs": (states[rows],)}
+        )
+        outputs = model(
+            **given, attention_mask=mask[rows], decoder_input_ids=_shifted(labels), use_cache=False
+        )
+        states = outputs.encoder_last_hidden_state if states is None else states
+        likelihoods[rows, column] = _log_likelihoods(outputs.logits, labels)
+    return likelihoods.argmax(1)
+
+
+def _log_likelihoods(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the logarithm of each answer's probability, in 32 bits."""
+    losses = F.cross_entropy(
+        logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="none"
+    )
+    return -losses.view(labels.shape).sum(1)
+
+
+def _shifted(labels: Tensor) -> Tensor:
+    """Return what a decoder has read when it is to write each token; T5 begins with padding."""
+    return F.pad(labels.masked_fill(labels == IGNORED, PAD), (1, -1), value=PAD)
+
+
+def _facts(splits: Splits) -> dict[str, Any]:
+    """Return what is to be known of the data: sizes, what guessing gives, wrong labels."""
+    tests = _by_domain(splits.test)
+    facts: dict[str, Any] = {
+        "training examples by domain": {d: len(o) for d, o in _by_domain(splits.training).items()},
+        "test examples by domain": {domain: len(own) for domain, own in tests.items()},
+        "majority accuracy by domain": {
+            domain: majority([example.answers[0] for example in own])
+            for domain, own in tests.items()
+            if len({example.choices for example in own}) == 1  # else there is none to speak of
+        },
+    }
+    if all(example.truth is not None for example in splits.training):
+        facts["wrong training labels by domain"] = {
+            domain: fmean(example.target != example.truth for example in own)
+            for domain, own in _by_domain(splits.training).items()
+        }
+    return facts
+
+
+def _by_domain(examples: Sequence[Example]) -> dict[str, list[Example]]:
+    found: dict[str, list[Example]] = {}
+    for example in examples:
+        found.setdefault(example.domain, []).append(example)
+    return found
