@@ -557,7 +557,7 @@ def test_an_interrupted_training_goes_on_from_its_checkpoint(undisturbed, tmp_pa
 # -------------------------------------------------------------------------------------- commands
 
 OPTIONS = [
-    *("--microbatch-sizes", "none", "4", "--learning-rates", "0.03", "0.1", "--growth", "1"),
+    *("--microbatch-sizes", "none", "4", "--learning-rates", "0.03", "0.1", "--growth", "0"),
     *("--tuning-seeds", "1", "--seeds", "2"),
 ]
 
@@ -577,30 +577,35 @@ def trials(out):
     return open_study(storage, "sweep", lower_is_better=True).trials
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The folder of a sweep that one process has made without interruption."""
+    out = tmp_path_factory.mktemp("whole") / "sweep"
+    assert command(out).returncode == 0
+    return out
+
+
 @pytest.mark.slow
-def test_a_sweep_that_is_killed_loses_nothing_and_comes_to_the_same(tmp_path):
-    whole, killed = tmp_path / "whole" / "sweep", tmp_path / "killed" / "sweep"
-    trap = tmp_path / "trap"
+def test_a_sweep_that_is_killed_loses_nothing_and_comes_to_the_same(whole, tmp_path):
+    killed, trap = tmp_path / "sweep", tmp_path / "trap"
     done = []
-    for moment in (27, 33, 50):  # each in the middle of a training
+    for moment in (27, 74):  # in the middle of a plain training, and of a clipped one
         trap.write_text(str(moment))
         assert command(killed, **{TRAP: str(trap)}).returncode == -signal.SIGKILL
         finished = [t for t in trials(killed) if t.state == TrialState.COMPLETE]
         assert done == [(t.number, t.datetime_complete) for t in finished[: len(done)]]
         done = [(t.number, t.datetime_complete) for t in finished]
-    assert done
-    for out in (whole, killed):
-        assert command(out).returncode == 0
+    assert len(done) == 4
+    assert command(killed).returncode == 0
     assert (killed / "sweep.json").read_text() == (whole / "sweep.json").read_text()
     assert (killed / "sweep.md").read_text() == (whole / "sweep.md").read_text()
     resumed = [f for f in (killed / RUNS).glob("*/*/metrics.jsonl") if "resumed" in f.read_text()]
-    assert len(resumed) == 3
+    assert len(resumed) == 2
 
 
 @pytest.mark.slow
-def test_two_workers_share_the_work_and_come_to_the_same(tmp_path):
-    alone, shared = tmp_path / "alone" / "sweep", tmp_path / "shared" / "sweep"
-    meeting = tmp_path / "meeting"
+def test_two_workers_share_the_work_and_come_to_the_same(whole, tmp_path):
+    shared, meeting = tmp_path / "sweep", tmp_path / "meeting"
     meeting.mkdir()
     done = command(shared, "--workers", "2", **{MEETING: str(meeting)})
     assert done.returncode == 0, done.stderr
@@ -609,16 +614,16 @@ def test_two_workers_share_the_work_and_come_to_the_same(tmp_path):
     seen = [json.dumps(t.user_attrs["job"]) for t in completed]
     assert len(seen) == len(set(seen))
     assert not [f for f in (shared / RUNS).glob("*/*/metrics.jsonl") if "resumed" in f.read_text()]
-    assert command(alone).returncode == 0
-    ours, theirs = (json.loads((o / "sweep.json").read_text()) for o in (shared, alone))
-    assert ours == theirs
+    assert (shared / "sweep.json").read_text() == (whole / "sweep.json").read_text()
 
 
 def test_options_on_the_command_line():
     order = read(
         "sweep",
-        [FILE, "--microbatch-sizes", "none", "2", "--rules", "MinNorm", "Quantile(0.2)"]
-        + ["--rate-scales", "Quantile(0.2)", "0.5", "--no-prune", "--workers", "3", "--race"],
+        [
+            *(FILE, "--microbatch-sizes", "none", "2", "--rules", "MinNorm", "Quantile(0.2)"),
+            *("--rate-scales", "Quantile(0.2)", "0.5", "--no-prune", "--workers", "3", "--race"),
+        ],
     )
     assert order.sweep.microbatch_sizes == (None, 2)
     assert order.sweep.sizes == (2,)

@@ -134,13 +134,9 @@ class Worker:
     def _result(self, job: Job, metrics: dict[str, float], hopeless: str | None) -> Result:
         headline = f"validation_{self.plan.headline}"
         curve = self._curve(self.out / job.folder)
-        if not metrics and curve:  # it had come to its rung before, and was killed there
+        if headline not in metrics and curve:  # it had come to its rung before, and was killed
             step = max(curve) if job.until is None else job.until
-            metrics = {headline: curve.get(step, math.nan)}
-        known = [value for value in curve.values() if math.isfinite(value)]
-        if known:
-            best = min(known) if self.recipe.lower_is_better else max(known)
-            metrics = {**metrics, f"best_{headline}": best}
+            metrics = {**metrics, headline: curve.get(step, math.nan)}
         return Result(job.folder, metrics, curve, hopeless)
 
     def _curve(self, folder: Path) -> dict[int, float]:
