@@ -63,13 +63,14 @@ def test_two_processes_give_the_result_of_one(tmp_path, options):
 @pytest.mark.slow
 def test_killed_and_taken_up_again(tmp_path):
     """Three times here; twenty in benchmarks/train_faults.py."""
-    run = [TINY, "--preset", "dropping", "--steps", "600", "--checkpoint-every", "7"]
+    run = [TINY, "--preset", "dropping", "--steps", "800", "--checkpoint-every", "7"]
+    run += ["--engine", "fused"]  # "auto" goes by the clock, which two runs need not agree on
     run += ["--no-page", "--evaluate-every", "200", "--log-every", "5"]
-    for seconds in (0.0, 0.7, 0.3):
+    for seconds in (0.0, 0.3, 0.1):
         assert train_faults.disturb(tmp_path / "loud", run, seconds)
     found = train_faults.finish(tmp_path / "loud", run)
     wanted = train_faults.finish(tmp_path / "quiet", run)
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
     loud, quiet = (microclip.ledger.open_ledger(tmp_path / n / "ledger") for n in ("loud", "quiet"))
     assert loud.rows == quiet.rows
-    assert loud.steps == quiet.steps == range(600)
+    assert loud.steps == quiet.steps == range(800)
