@@ -58,7 +58,7 @@ class Journal:
         """Open the folder for one run at a time; close it whatever happens."""
         from accelerate import Accelerator
 
-        path = training.out or default_folder(recipe, training)
+        path = Path(training.out or default_folder(recipe, training))
         accelerator = Accelerator(
             cpu=training.cpu,
             mixed_precision=None if training.precision == "no" else training.precision,
