@@ -40,11 +40,12 @@ ONE, TWO, FOUR = (Cell("MinNorm", b) for b in (1, 2, 4))
     candidates=st.integers(1, 300),
     steps=st.integers(1, 10**6),
     budget=st.floats(2.0, 6.0),
+    warm_up=st.sampled_from([0.0, 0.01, 0.1, 0.5]),
 )
-def test_a_race_never_costs_more_than_its_budget(candidates, steps, budget):
+def test_a_race_never_costs_more_than_its_budget(candidates, steps, budget, warm_up):
     if steps < candidates * len(halvings(candidates)):
         return  # there may be too few steps
-    race = rungs(candidates, steps, budget)
+    race = rungs(candidates, steps, budget, round(warm_up * steps))
     assert cost(race) <= budget * steps
     assert race[-1] == Rung(steps, 1)
     assert [rung.field for rung in race] == halvings(candidates)
@@ -55,9 +56,22 @@ def test_a_race_never_costs_more_than_its_budget(candidates, steps, budget):
     assert len(below) == len(set(below))
 
 
-@given(candidates=st.integers(2, 64), steps=st.integers(10_000, 10**6))
-def test_and_hardly_less_than_two_trainings(candidates, steps):
-    assert cost(rungs(candidates, steps)) > 1.9 * steps
+@given(
+    candidates=st.integers(2, 64),
+    steps=st.integers(10_000, 10**6),
+    warm_up=st.sampled_from([0.0, 0.01, 0.1, 0.5]),
+)
+def test_and_hardly_less_than_two_trainings(candidates, steps, warm_up):
+    assert cost(rungs(candidates, steps, warm_up=round(warm_up * steps))) > 1.9 * steps
+
+
+def test_nobody_leaves_during_the_warm_up_if_that_can_be_afforded():
+    assert rungs(6, 1000)[0].step == 83
+    assert rungs(6, 1000, warm_up=100)[0].step == 150
+    # a fifth of the steps for each of five losers is all there is, and three quarters of it is 150
+    assert rungs(6, 1000, warm_up=300)[0].step == 150
+    assert rungs(16, 1000, warm_up=100)[0].step == 50
+    assert rungs(6, 1000, warm_up=10) == rungs(6, 1000)
 
 
 def test_a_race_by_hand():

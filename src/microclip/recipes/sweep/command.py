@@ -105,18 +105,13 @@ def plan_of(recipe: Recipe[Any, Any], training: Training, config: SweepConfig) -
     steps = training.all_steps(
         1 if training.epochs is None else len(recipe.load(training.seed).training)
     )
-    kind = Race if config.race else Grid
-    plan = kind(
-        config,
-        recipe.headline,
-        recipe.lower_is_better,
-        training.learning_rate,
-        training.seed,
-        steps,
-    )
-    if isinstance(plan, Race):
-        _ = plan.rungs  # whether there are enough steps for so many candidates
-    return plan
+    rate, seed = training.learning_rate, training.seed
+    if not config.race:
+        return Grid(config, recipe.headline, recipe.lower_is_better, rate, seed, steps)
+    warm_up = round(training.warmup * steps)
+    race = Race(config, recipe.headline, recipe.lower_is_better, rate, seed, steps, warm_up)
+    _ = race.rungs  # whether there are enough steps for so many candidates
+    return race
 
 
 def _announcement(plan: Grid | Race) -> str:
@@ -128,13 +123,24 @@ def _announcement(plan: Grid | Race) -> str:
             f"A race of {count} candidates, plain training among them, with rungs at steps "
             f"{', '.join(str(rung.step) for rung in plan.rungs)}: {plan.cost:,} steps in all, "
             f"{times:.2f} times one training of {plan.steps:,}"
-            f"{f', on each of {len(plan.seeds)} seeds' if len(plan.seeds) > 1 else ''}. {kept}"
+            f"{f', on each of {len(plan.seeds)} seeds' if len(plan.seeds) > 1 else ''}. "
+            f"{_warning(plan)}{kept}"
         )
     jobs = plan.expected({})
     tuning = sum(job.stage == "tuning" for job in jobs)
     return (
         f"{count} settings, plain training among them: {tuning} trainings to choose learning rates "
         f"by, perhaps some more, and {len(jobs) - tuning} to compare. {kept}"
+    )
+
+
+def _warning(race: Race) -> str:
+    first = race.rungs[0].step
+    if first > race.warm_up or len(race.rungs) == 1:
+        return ""
+    return (
+        f"The first rung is within the {race.warm_up} steps of the warm-up, where candidates "
+        "hardly differ: race fewer of them, or raise --budget. "
     )
 
 

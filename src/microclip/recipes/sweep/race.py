@@ -38,6 +38,7 @@ class Race:
     learning_rate: float  # the recipe's
     first_seed: int
     steps: int  # of one training
+    warm_up: int = 0  # of them, while the learning rate rises
 
     @property
     def cells(self) -> tuple[Cell, ...]:
@@ -58,8 +59,8 @@ class Race:
     def rungs(self) -> tuple[Rung, ...]:
         """Where the field is halved; plain training is not counted if it stays in anyway."""
         if self.keeps_plain:
-            return rungs(len(self.cells) - 1, self.steps, self.config.budget - 1)
-        return rungs(len(self.cells), self.steps, self.config.budget)
+            return rungs(len(self.cells) - 1, self.steps, self.config.budget - 1, self.warm_up)
+        return rungs(len(self.cells), self.steps, self.config.budget, self.warm_up)
 
     @property
     def cost(self) -> int:

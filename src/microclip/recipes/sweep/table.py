@@ -44,8 +44,8 @@ def race_tables(podium: Podium) -> list[Rows]:
     tested = f"test_{race.headline}"
     return [
         Rows(
-            f"{podium.recipe}: {metric} at each rung; who stays",
-            ("candidate", "rate", *(f"step {step}" for step in steps), "left", tested),
+            f"{podium.recipe}: {metric} at each rung, {tested} at the end",
+            ("setting", "rate", *(f"step {step}" for step in steps), "left", "test"),
             tuple(
                 (
                     place.cell.name,
@@ -65,7 +65,7 @@ def show(tables: Sequence[Rows], sentences: Sequence[str], console: Console) -> 
     for rows in tables:
         table = Table(title=rows.title, title_justify="left")
         for place, heading in enumerate(rows.headings):
-            table.add_column(heading, justify="right" if place else "left")
+            table.add_column(heading, justify="right" if place else "left", overflow="fold")
         for row in rows.rows:
             table.add_row(*row)
         console.print(table)

@@ -21,7 +21,8 @@ from microclip.recipes.sweep.job import Job, Result
 from microclip.recipes.sweep.plan import Plan, status
 from microclip.recipes.sweep.pruning import Pruner
 from microclip.recipes.sweep.register import Claim, GoneError, Register, Standing
-from microclip.recipes.train import train
+from microclip.recipes.sweep.storage import GRACE
+from microclip.recipes.train import Watch, train
 from microclip.report.runs import RunError, read_run
 
 logger = logging.getLogger(__name__)
@@ -31,6 +32,17 @@ POLL = 1.0  # seconds between two looks at what others do
 
 class HopelessError(Exception):
     """A training need not be gone on with; the message says why."""
+
+
+class StoppedError(KeyboardInterrupt):
+    """A sweep was asked to stop, and did so with its trainings safe."""
+
+    def __init__(self, exit_code: int) -> None:
+        super().__init__(
+            "Interrupted. What was finished is kept, and what was begun has a checkpoint: the same "
+            "command goes on from there."
+        )
+        self.exit_code = exit_code
 
 
 class TrialError(OSError):
@@ -76,13 +88,9 @@ class Worker:
             self.register.complete(claim, result, result.metrics.get(headline, math.nan))
         except GoneError:
             pass  # whoever has it now will finish it
-        except FileExistsError as error:
-            # its former worker was given up, but holds the folder still
-            self.register.give_back(claim, str(error))
-            time.sleep(POLL)
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as error:
             self.register.give_back(claim, "it was interrupted")
-            raise
+            raise StoppedError(getattr(error, "exit_code", 130)) from error
         except Exception as error:
             logger.exception("The %s ended in an error.", claim.job)
             self.register.give_up(claim, f"{type(error).__name__}: {error}")
@@ -105,9 +113,7 @@ class Worker:
         for step, value in self._curve(folder).items():  # of one that was begun before
             self.register.note(claim, step, value)
         try:
-            metrics = train(
-                self.recipe, self._training(job, folder), until=job.until, watch=watch
-            ).metrics
+            metrics = self._alone(self._training(job, folder), job.until, watch)
         except HopelessError as error:
             hopeless = str(error)
         except DivergedError as error:
@@ -115,6 +121,17 @@ class Worker:
                 hopeless = str(error)
             metrics = {f"validation_{self.plan.headline}": math.nan}
         return self._result(job, metrics, hopeless)
+
+    def _alone(self, training: Training, until: int | None, watch: Watch) -> dict[str, float]:
+        """Train; if somebody holds the folder who was given up too early, wait for a while."""
+        end = time.monotonic() + GRACE
+        while True:
+            try:
+                return train(self.recipe, training, until=until, watch=watch).metrics
+            except FileExistsError:
+                if time.monotonic() > end:
+                    raise
+                time.sleep(POLL)
 
     def _training(self, job: Job, folder: Path) -> Training:
         tuning = job.stage == "tuning"
