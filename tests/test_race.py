@@ -166,6 +166,9 @@ def test_what_is_expected_at_the_start_is_what_it_comes_to(seeds):
 def test_rates_are_the_recipes_unless_a_rule_is_scaled():
     plan = race(sizes=(4,), rules=("MinNorm", "Unit"), rate_scales={"Unit": 0.1})
     assert [plan.rate(cell) for cell in plan.cells] == [0.1, 0.1, 0.01]
+    assert race(learning_rates=(0.3,)).rate(FOUR) == 0.3
+    with pytest.raises(SettingError, match="at one learning rate, but got"):
+        race(learning_rates=(0.1, 0.3))
 
 
 def test_a_race_with_too_few_steps_is_refused_before_it_starts(tmp_path):

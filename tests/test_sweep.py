@@ -1,5 +1,6 @@
 """Sweeps: plans, the register, statistics; and whole sweeps, interrupted, killed and shared."""
 
+import contextlib
 import json
 import math
 import os
@@ -12,6 +13,7 @@ from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 
+import psutil
 import pytest
 import sqlalchemy
 from optuna.trial import TrialState
@@ -321,8 +323,6 @@ def test_figures_that_are_not_finite_can_be_kept(register, value):
 
 def test_a_job_whose_worker_was_killed_on_this_machine_is_free_at_once(register, tmp_path):
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    import psutil
-
     began = psutil.Process(process.pid).create_time()
     register.here = Workplace(Workplace.here().machine, process.pid, began)
     register.claim(jobs(1))
@@ -682,6 +682,22 @@ def test_workers_are_gone_when_their_block_is_left(tmp_path):
     with fleet.fleet([sys.executable, "-c", code], 2, tmp_path) as hands:
         pass
     assert not any(hand.works for hand in hands)
+
+
+def test_workers_end_with_the_process_that_started_them_even_if_it_is_killed(tmp_path):
+    child = "from microclip.recipes.sweep.fleet import *; leave_with_parent(); signal.pause()"
+    parent = f"""
+import os, signal, sys
+from pathlib import Path
+from microclip.recipes.sweep.fleet import fleet
+with fleet([sys.executable, "-c", {child!r}], 1, Path({str(tmp_path)!r})) as (hand,):
+    print(hand.process.pid, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+    done = subprocess.run([sys.executable, "-c", parent], capture_output=True, text=True)
+    assert done.returncode == -signal.SIGKILL
+    with contextlib.suppress(psutil.NoSuchProcess):
+        psutil.Process(int(done.stdout)).wait(timeout=60)  # raises if it does not end
 
 
 def test_folders_are_named_by_what_is_trained():

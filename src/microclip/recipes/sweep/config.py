@@ -32,8 +32,7 @@ class SweepConfig:
     """The rules to try at each size: MinNorm, Median, "Quantile(0.2)", ..."""
 
     learning_rates: tuple[float, ...] = ()
-    """Rates to begin with: a third, once and three times the recipe's unless given; one: no choice.
-    """
+    """Rates to begin with; the recipe's and its neighbours unless given. One: nothing to choose."""
     rate_scales: Mapping[str, float] = field(default_factory=dict)
     """By how much a rule's rates are multiplied: Unit 0.01."""
     growth: int = 4
@@ -45,7 +44,7 @@ class SweepConfig:
     judge_by: Literal["last", "best"] = "last"
     """Compare last weights, or those of the best checkpoint; both are reported."""
     prune: bool = True
-    """End trainings whose learning rate is hopeless; never those that are compared."""
+    """Whether to end trainings whose learning rate is hopeless; those compared never are."""
 
     race: bool = False
     """Race the settings instead: train all a little, go on with the better half, and so on."""
@@ -99,6 +98,11 @@ class SweepConfig:
                 raise SettingError(
                     f"{name} must be between {least} and {MOST_SEEDS:,}, but got {value}."
                 )
+        if self.race and len(self.learning_rates) > 1:
+            raise SettingError(
+                f"A race runs all settings at one learning rate, but got {self.learning_rates}. "
+                "Give one, or none for the recipe's, or sweep without --race."
+            )
         if self.budget < 2:
             raise SettingError(
                 f"budget must be 2 or more, but got {self.budget}: the winner's own training costs "

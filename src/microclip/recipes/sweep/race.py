@@ -108,9 +108,10 @@ class Race:
         return found
 
     def rate(self, cell: Cell) -> float:
-        """Return a candidate's learning rate: the recipe's, scaled if the user says so."""
+        """Return a candidate's learning rate: one for all, scaled if the user says so."""
+        (rate,) = self.config.learning_rates or (self.learning_rate,)
         scale = 1.0 if cell.is_plain else self.config.rate_scales.get(cell.rule, 1.0)
-        return rounded(self.learning_rate * scale)
+        return rounded(rate * scale)
 
     def job(self, cell: Cell, seed: int, step: int) -> Job:
         """Return the job that takes a candidate to a step."""

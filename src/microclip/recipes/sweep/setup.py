@@ -21,7 +21,7 @@ from microclip.recipes.sweep.config import SweepConfig
 
 SETUP = "setup"
 OF_SWEEPS = ("learning_rates", "rate_scales", "tuning_seeds", "judge_by", "prune")
-OF_RACES = ("sizes", "rules", "rate_scales", "race_seeds", "budget")
+OF_RACES = ("sizes", "rules", "learning_rates", "rate_scales", "race_seeds", "budget")
 OF_JOBS = ("microbatch_size", "rule")  # each job has its own
 
 
