@@ -31,8 +31,10 @@ def small(size: Size, vocabulary: int, dropout: float) -> nn.Module:
     """
     from transformers import T5Config, T5ForConditionalGeneration
 
+    from microclip.recipes.language.position_bias import use_bias_per_example
+
     config: Any = T5Config
-    made: Any = T5ForConditionalGeneration(
+    made = T5ForConditionalGeneration(
         config(
             vocab_size=vocabulary,
             d_model=size.width,
@@ -50,7 +52,8 @@ def small(size: Size, vocabulary: int, dropout: float) -> nn.Module:
     with torch.no_grad():
         for weight in (made.shared.weight, made.lm_head.weight):  # one and the same, or two
             weight.normal_(std=size.width**-0.5)
-    return _trainable(made)
+    use_bias_per_example(made)
+    return made
 
 
 def of_checkpoint(checkpoint: str, pretrained: bool, dropout: float | None) -> nn.Module:
@@ -69,17 +72,15 @@ def of_checkpoint(checkpoint: str, pretrained: bool, dropout: float | None) -> n
         config: Any = T5Config.from_pretrained(checkpoint, **options)
         if pretrained:
             # in 32 bits, whatever it was saved in: mixed precision is the training's business
-            return _trainable(maker.from_pretrained(checkpoint, config=config, dtype=torch.float32))
+            loaded: nn.Module = maker.from_pretrained(
+                checkpoint, config=config, dtype=torch.float32
+            )
+            return loaded
     except (OSError, ValueError) as error:
         raise SettingError(
             f"The T5 checkpoint {checkpoint} could not be loaded: {error} Name one of the hub, or "
             "a folder with config.json and model.safetensors; --no-pretrained takes its "
             "configuration and draws the weights."
         ) from error
-    return _trainable(maker(config))
-
-
-def _trainable(model: Any) -> nn.Module:
-    model.config.use_cache = False  # of no use in training, and costs memory
-    made: nn.Module = model.train()
-    return made
+    drawn: nn.Module = maker(config)
+    return drawn
