@@ -75,6 +75,8 @@ def record(
 ) -> Canaries:
     """Return canaries that have so many training rows, made of these words by these speakers."""
     copies = copies_of(rows)
+    if not copies:
+        return Canaries((), (), ())
     lines = {
         part: spoken_strings(
             len(copies), words, speakers, np.random.default_rng((seed, 3, place)), FASTER

@@ -31,20 +31,21 @@ def make_extractor(mels: int, stack: int) -> Any:
 
 def frame_count(samples: int, stack: int) -> int:
     """Return how many stacked frames a sound of so many samples gives."""
-    return (1 + (max(samples, WINDOW) - WINDOW) // HOP) // stack
+    return max(1, (1 + (samples - WINDOW) // HOP) // stack)
 
 
 def extract(sound: npt.NDArray[Any], extractor: Any) -> Frames:
     """Return the frames of one sound, (time, stack, bands), as the extractor would."""
-    if len(sound) < WINDOW:
-        sound = np.pad(sound, (0, WINDOW - len(sound)))
+    shortest = WINDOW + (extractor.stride - 1) * HOP
+    if len(sound) < shortest:  # what is shorter than one frame is one frame, not none
+        sound = np.pad(sound, (0, shortest - len(sound)))
     frames = np.lib.stride_tricks.sliding_window_view(sound * np.float32(2**15), WINDOW)[::HOP]
     frames = frames - frames.mean(1, keepdims=True)
     frames[:, 1:] -= PREEMPHASIS * frames[:, :-1]
     frames[:, 0] *= 1 - PREEMPHASIS
     power = np.abs(np.fft.rfft(frames * extractor.window, FFT)) ** 2
     mels = np.log(np.maximum(MEL_FLOOR, power @ extractor.mel_filters))
-    if len(mels) > 1:
+    if len(mels) > 1:  # one alone has no deviation
         mels = (mels - mels.mean(0)) / np.sqrt(mels.var(0, ddof=1) + 1e-7)
     # the extractor fills up the last frame with zeros and then masks it: it is left out here
     whole = len(mels) // extractor.stride

@@ -121,7 +121,7 @@ class Speech(Recipe[Heard, Record]):
                     microbatch_size=4,
                     batch_size=16,
                     steps=1500,
-                    learning_rate=4e-3,
+                    learning_rate=8e-3,
                     betas=(0.9, 0.98),
                     warmup=0.2,
                 ),
