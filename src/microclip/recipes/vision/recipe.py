@@ -53,9 +53,9 @@ class Vision(Recipe[Picture, int]):
     """A name on the hub or a folder to begin with, instead of the architecture and the sizes."""
     patch_size: int = 2
     """Pixels of a side of the squares that become tokens."""
-    hidden_size: int = 64
+    hidden_size: int = 128
     """Numbers per token."""
-    layers: int = 4
+    layers: int = 2
     """Layers of attention."""
     heads: int = 4
     """Heads of attention."""
@@ -158,17 +158,15 @@ class Vision(Recipe[Picture, int]):
         """Return a run of a minute, one on photographs, and the paper's."""
         return {
             "default": (
-                cls(crop_padding=1),
+                cls(dropout=0.2, erasing=0.5),
                 Training(
                     microbatch_size=4,
                     batch_size=32,
-                    steps=1000,
+                    steps=800,
                     learning_rate=1e-3,
                     weight_decay=0.05,
-                    warmup=0.1,
                     schedule="cosine",
-                    evaluate_every=25,
-                    checkpoint_every=100,
+                    warmup=0.1,
                 ),
             ),
             "cifar10n": (
@@ -177,6 +175,7 @@ class Vision(Recipe[Picture, int]):
                     training_pictures=5000,
                     judged_pictures=1000,
                     image_size=16,
+                    layers=4,
                     crop_padding=2,
                     flip=True,
                 ),
@@ -186,8 +185,8 @@ class Vision(Recipe[Picture, int]):
                     steps=1500,
                     learning_rate=1e-3,
                     weight_decay=0.05,
-                    warmup=0.1,
                     schedule="cosine",
+                    warmup=0.1,
                 ),
             ),
             "paper": (
@@ -211,7 +210,7 @@ class Vision(Recipe[Picture, int]):
                 Training(
                     microbatch_size=32,
                     batch_size=4096,
-                    chunk_size=256,
+                    chunk_size=128,
                     epochs=300,
                     learning_rate=5e-4 * 4096 / 512,
                     weight_decay=0.05,
