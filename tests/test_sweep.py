@@ -609,6 +609,7 @@ def test_two_workers_share_the_work_and_come_to_the_same(whole, tmp_path):
     meeting.mkdir()
     done = command(shared, "--workers", "2", **{MEETING: str(meeting)})
     assert done.returncode == 0, done.stderr
+    assert "ended early" not in done.stderr
     completed = [t for t in trials(shared) if t.state == TrialState.COMPLETE]
     assert len({t.user_attrs["worker"]["process"] for t in completed}) == 2
     seen = [json.dumps(t.user_attrs["job"]) for t in completed]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -82,7 +81,8 @@ def leave_with_parent() -> None:
     """End this process as SIGTERM would when the one that started it is gone."""
 
     def listen() -> None:
-        while sys.stdin.buffer.read(1):
+        # not through sys.stdin: its lock, held by a thread, would abort a process that ends
+        while os.read(0, 1):
             pass
         os.kill(os.getpid(), signal.SIGTERM)
 

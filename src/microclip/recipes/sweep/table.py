@@ -65,7 +65,7 @@ def show(tables: Sequence[Rows], sentences: Sequence[str], console: Console) -> 
     for rows in tables:
         table = Table(title=rows.title, title_justify="left")
         for place, heading in enumerate(rows.headings):
-            table.add_column(heading, justify="right" if place else "left", overflow="fold")
+            table.add_column(heading, justify="right" if place else "left", no_wrap=not place)
         for row in rows.rows:
             table.add_row(*row)
         console.print(table)
