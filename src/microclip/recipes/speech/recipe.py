@@ -54,8 +54,8 @@ class Speech(Recipe[Heard, Record]):
 
     mels: int = 40
     """Bands of pitch."""
-    stack: int = 4
-    """Frames of 10 ms that are put together into one."""
+    stack: int | None = None
+    """Frames of 10 ms that are put together; 4 for words, 2 for characters unless given."""
     time_masks: int = 0
     """SpecAugment: stretches of time that are hidden in training."""
     longest_mask: int = 10
@@ -83,11 +83,12 @@ class Speech(Recipe[Heard, Record]):
     """A Wav2Vec2-BERT to begin with, hub name or folder; it brings its own size and features."""
 
     def __post_init__(self) -> None:
-        for name in ("utterances", "judged_utterances", "mels", "stack", "hidden_size", "layers",
+        for name in ("utterances", "judged_utterances", "mels", "hidden_size", "layers",
                      "heads", "intermediate_size", "kernel_size"):  # fmt: skip
             self._check(name, getattr(self, name) >= 1, "at least 1")
         for name in ("time_masks", "longest_mask", "band_masks", "widest_mask"):
             self._check(name, getattr(self, name) >= 0, "0 or more")
+        self._check("stack", self.stack is None or self.stack >= 1, "at least 1")
         self._check("canaries", 0 <= self.canaries < 1, "a share from 0 up to, and without, 1")
         self._check("dropout", 0 <= self.dropout < 1, "from 0 up to, and without, 1")
         self._check("decibels", self.decibels[0] <= self.decibels[1], "two numbers, lower first")
@@ -131,7 +132,6 @@ class Speech(Recipe[Heard, Record]):
                     data="LibriSpeech",
                     canaries=0.01,
                     mels=80,
-                    stack=2,
                     time_masks=10,
                     longest_mask=20,
                     band_masks=2,
@@ -165,6 +165,13 @@ class Speech(Recipe[Heard, Record]):
         if self.data == ESPEAK:
             return Tokens(script.WORDS, " ")
         return Tokens(tuple(self.alphabet), "")
+
+    @property
+    def _stack(self) -> int:
+        if self.stack is not None:
+            return self.stack
+        # a third of the canaries has fewer frames of 20 ms than characters, and all of 40 ms
+        return 4 if self.data == ESPEAK else 2
 
     def load(self, seed: int) -> Data[Heard]:
         """Return the utterances, and canaries among them; what is spoken, the seed decides."""
@@ -201,7 +208,7 @@ class Speech(Recipe[Heard, Record]):
 
     def _extractor(self) -> Any:
         if self.checkpoint is None:
-            return make_extractor(self.mels, self.stack)
+            return make_extractor(self.mels, self._stack)
         return extractor_of(self.checkpoint)
 
     def _numbers(self, recording: Recording) -> list[int]:
@@ -234,7 +241,7 @@ class Speech(Recipe[Heard, Record]):
             return from_checkpoint(self.checkpoint, len(self.tokens))
         return new(
             tokens=len(self.tokens),
-            inputs=self.mels * self.stack,
+            inputs=self.mels * self._stack,
             hidden_size=self.hidden_size,
             layers=self.layers,
             heads=self.heads,
