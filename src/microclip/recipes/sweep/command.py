@@ -181,9 +181,10 @@ def _end_sweep(
         config.out, "sweep", title, summary.to_json(setup), sweep_tables(summary), sentences
     )
     show(sweep_tables(summary), sentences, console)
-    # a page shows the ledgers of the first few runs: those of the first seed of every cell
+    # a page shows the ledgers of the first few runs: one of each cell, from the best one on
     runs = [run.folder for row in summary.rows for run in row.runs.values()]
-    first = [next(iter(row.runs.values())).folder for row in reversed(summary.rows) if row.runs]
+    best = () if summary.best is None else (summary.best,)
+    first = [next(iter(row.runs.values())).folder for row in (*best, *summary.rows[1:]) if row.runs]
     _page(config.out, "sweep", title, list(dict.fromkeys([*first, *runs])), console)
     return path
 

@@ -57,6 +57,7 @@ class Summary:
     recipe: str
     grid: Grid
     rows: tuple[Row, ...]  # plain training first
+    best: Row | None  # on validation data, but for plain training; None: nothing to compare
     verdict: str
     notes: tuple[str, ...]
 
@@ -74,6 +75,7 @@ class Summary:
             "evaluation_seeds": list(grid.evaluation_seeds),
             "setup": dict(setup),
             "cells": [_row_json(row) for row in self.rows],
+            "best": None if self.best is None else self.best.cell.name,
             "verdict": self.verdict,
             "notes": list(self.notes),
         }
@@ -85,24 +87,30 @@ def summarise(recipe: str, grid: Grid, finished: Finished) -> Summary:
     """Compute everything that is reported."""
     plain = _runs(grid, PLAIN, finished)
     rows = tuple(_row(grid, cell, finished, plain) for cell in grid.cells)
-    return Summary(recipe, grid, rows, verdict(rows, grid), _notes(rows, grid))
+    best = best_row(rows, grid)
+    return Summary(recipe, grid, rows, best, verdict(best, grid), _notes(rows, grid))
 
 
-def verdict(rows: Sequence[Row], grid: Grid) -> str:
-    """Say in a sentence what came out, for the cell that is best on *validation* data.
+def best_row(rows: Sequence[Row], grid: Grid) -> Row | None:
+    """Return the clipped cell that is best on *validation* data.
 
     Naming the best on test data would flatter it: of several cells one is always lucky.
     """
     sign = -1 if grid.lower_is_better else 1
-    which = grid.config.judge_by
     choices = [
         row
         for row in rows
-        if row.figure(which).difference is not None and math.isfinite(row.validation)
+        if row.figure(grid.config.judge_by).difference is not None and math.isfinite(row.validation)
     ]
-    if not choices:
+    return max(choices, key=lambda row: sign * row.validation, default=None)
+
+
+def verdict(best: Row | None, grid: Grid) -> str:
+    """Say in a sentence what the best cell is worth."""
+    if best is None:
         return "There is nothing to compare: plain training or all others diverged."
-    best = max(choices, key=lambda row: sign * row.validation)
+    sign = -1 if grid.lower_is_better else 1
+    which = grid.config.judge_by
     difference = best.figure(which).difference
     assert difference is not None
     weights = "last weights" if which == "last" else "best checkpoint"
