@@ -455,6 +455,13 @@ class TestLosses:
             alone = recipe.losses(model, recipe.collate([example], Draws(0, 0, 1)))
             torch.testing.assert_close(alone[0], loss, rtol=1e-5, atol=1e-5)
 
+    @pytest.mark.parametrize("positions", ["rotary", "relative", "relative_key"])
+    def test_reach_every_parameter(self, data, positions):  # or DDP would wait for the others
+        model = replace(SMALL, positions=positions).build(data).train()
+        batch = SMALL.collate([data.training[0], data.training[1]], Draws(0, 0, 2))
+        SMALL.losses(model, batch).mean().backward()
+        assert [name for name, p in model.named_parameters() if p.grad is None] == []
+
     def test_are_torchs_mean_for_one_example(self, data, model):
         batch = SMALL.collate([data.training[0]], Draws(0, 0, 1))
         logits = model(
