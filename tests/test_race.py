@@ -222,6 +222,13 @@ def test_over_seeds_the_lead_has_an_interval():
     assert "does not include 0" in verdict
 
 
+def test_it_is_said_where_plain_training_left():
+    scores = {PLAIN: 0.2, ONE: 0.1, TWO: 0.4, FOUR: 0.3}
+    verdict = said(race(), scores, wavy(0.1))
+    assert verdict.endswith(f"Plain training left at step {race().rungs[0].step}, 0.2 behind.")
+    assert "left at" not in said(race((4,)), {PLAIN: 0.5, FOUR: 0.51}, wavy(0.1))
+
+
 def test_if_all_diverge_nobody_won():
     assert "Nobody won" in said(race(), dict.fromkeys(race().cells, math.nan), lambda score: {})
 

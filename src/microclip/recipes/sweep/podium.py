@@ -98,10 +98,14 @@ def verdict(race: Race, laps: Sequence[Lap], places: Sequence[Place]) -> str:
         return f"{said}{second.cell.name}, which had diverged."
     lead = winner.figures[step] - second.figures[step]
     said += f"{second.cell.name} by {abs(lead):.3g} of {metric}"
-    return said + (
-        _over_seeds(race, winner, second, step)
-        if len(race.seeds) > 1
-        else _over_looks(winner, second, step, lead)
+    return (
+        said
+        + (
+            _over_seeds(race, winner, second, step)
+            if len(race.seeds) > 1
+            else _over_looks(winner, second, step, lead)
+        )
+        + _of_plain(race, winner, places)
     )
 
 
@@ -115,6 +119,18 @@ def variation(curve: Sequence[float]) -> float | None:
         return None
     moves = [after - before for before, after in itertools.pairwise(curve)]
     return math.sqrt(statistics.fmean(move * move for move in moves) / 2)
+
+
+def _of_plain(race: Race, winner: Place, places: Sequence[Place]) -> str:
+    """Say where plain training left, if it did before the end: it is what one would do else."""
+    plain = next(place for place in places if place.cell.is_plain)
+    step = plain.last_step
+    if plain.won or step == race.steps:
+        return ""
+    behind = abs(winner.figures[step] - plain.figures[step])
+    if not math.isfinite(behind):
+        return f" Plain training had diverged by step {step}."
+    return f" Plain training left at step {step}, {behind:.3g} behind."
 
 
 def _over_looks(winner: Place, second: Place, step: int, lead: float) -> str:
