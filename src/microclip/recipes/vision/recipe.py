@@ -158,11 +158,12 @@ class Vision(Recipe[Picture, int]):
         """Return a run of a minute, one on photographs, and the paper's."""
         return {
             "default": (
-                cls(dropout=0.2, erasing=0.5),
+                cls(patch_size=4, dropout=0.2, erasing=0.5),
                 Training(
                     microbatch_size=4,
                     batch_size=32,
-                    steps=800,
+                    steps=1500,
+                    evaluate_every=150,
                     learning_rate=1e-3,
                     weight_decay=0.05,
                     schedule="cosine",
