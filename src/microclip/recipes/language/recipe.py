@@ -64,7 +64,7 @@ class Language(Recipe[Encoded, Verdict]):
     """A T5 of the hub, or a folder with one and its tokenizer; a small one is made unless given."""
     pretrained: bool = True
     """Take the checkpoint's weights; else only its configuration and tokenizer."""
-    source_length: int = 40
+    source_length: int = 56
     """Tokens that are read at most."""
     target_length: int = 16
     """Tokens of an answer at most."""
@@ -73,7 +73,7 @@ class Language(Recipe[Encoded, Verdict]):
     word_dropout: float = 0.0
     """Share of a text's tokens that are hidden in training."""
 
-    vocabulary: int = 4000
+    vocabulary: int = 8000
     """Tokens of the tokenizer that is trained here."""
     width: int = 64
     """Of the small T5's embeddings."""
@@ -118,14 +118,14 @@ class Language(Recipe[Encoded, Verdict]):
             microbatch_size=4,
             by_domain=True,
             batch_size=32,
-            epochs=3,
+            steps=1300,
             learning_rate=3e-3,
             warmup=0.05,
+            evaluate_every=130,
         )
         tasks = cls(
             data="superglue",
             source_length=128,
-            vocabulary=8000,
             width=128,
             feed_forward=256,
             encoder_layers=2,
@@ -151,7 +151,10 @@ class Language(Recipe[Encoded, Verdict]):
         return {
             "default": (cls(), small),
             "noisy": (cls(labels="rater", neutral=True), small),
-            "superglue": (tasks, replace(small, learning_rate=1e-3)),
+            "superglue": (
+                tasks,
+                replace(small, learning_rate=1e-3, steps=10_000, evaluate_every=1000),
+            ),
             "paper": (paper, large),
         }
 
