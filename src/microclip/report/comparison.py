@@ -87,7 +87,7 @@ def compare(runs: Sequence[Run]) -> list[Comparison]:
             groups.setdefault(run.group, []).append(run)
     found = []
     for group, members in groups.items():
-        settings = _settings(members)
+        settings = settings_of(members)
         metrics = _common_metrics(settings)
         if len(settings) > 1 and metrics:
             found.append(Comparison(group, settings, metrics))
@@ -176,7 +176,8 @@ def _differs(row: Row) -> bool:
     return any(value not in (0, None) for value in found)
 
 
-def _settings(runs: Sequence[Run]) -> tuple[Setting, ...]:
+def settings_of(runs: Sequence[Run]) -> tuple[Setting, ...]:
+    """Bring runs together that differ in nothing but their seed; their names tell them apart."""
     alike: dict[tuple[int | None, tuple[tuple[str, str], ...]], list[Run]] = {}
     for run in runs:
         alike.setdefault((run.microbatch_size, tuple(sorted(run.settings.items()))), []).append(run)
@@ -193,6 +194,17 @@ def _settings(runs: Sequence[Run]) -> tuple[Setting, ...]:
             )
         found.append(Setting(size, name, tuple(members)))
     return tuple(sorted(found, key=lambda setting: (setting.microbatch_size or 0, setting.name)))
+
+
+def by_interest(name: str) -> tuple[bool, bool, bool]:
+    """Order metrics as a reader wants to see them: results, then losses, then the machinery.
+
+    >>> sorted(["learning_rate", "loss", "microclip/bound", "val_acc"], key=by_interest)
+    ['val_acc', 'loss', 'learning_rate', 'microclip/bound']
+    """
+    judged = bool(VALIDATION.search(name) or TEST.search(name))
+    machinery = "/" in name or "learning_rate" in name
+    return not judged, machinery, lower_is_better(name)
 
 
 def _common_metrics(settings: Sequence[Setting]) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from microclip.report.blocks import Drawing
-from microclip.report.comparison import Comparison, Row
+from microclip.report.comparison import Comparison, Row, settings_of
 from microclip.report.course import Course, Line
 from microclip.report.runs import Curve, Run
 from microclip.report.statistics import Estimate
@@ -40,14 +40,16 @@ def curves(runs: Sequence[Run], metrics: Sequence[str]) -> dict[str, Drawing]:
     count = sum(metric in run.metrics for run in runs for metric in metrics)
     points = max(20, min(POINTS, ALL_POINTS // max(count, 1)))
     drawings = {}
-    several = len({run.microbatch_size for run in runs}) < len(runs)
+    settings = settings_of(runs)
+    several = len(settings) < len(runs)
+    called = {id(run): setting.name for setting in settings for run in setting.runs}
     for metric in metrics:
         seen: set[str] = set()
         traces = []
         for run in runs:
             if metric not in run.metrics:
                 continue
-            name = escaped(cut(run.setting if several and run.described else run.name))
+            name = escaped(cut(called[id(run)] if several and run.described else run.name))
             plain = run.described and run.microbatch_size is None
             if name not in looks:
                 looks[name] = look(sum(not one.plain for one in looks.values()), plain)

@@ -45,11 +45,6 @@ class Run:
     ledger: Path | None = None
     notes: tuple[str, ...] = ()
 
-    @property
-    def setting(self) -> str:
-        """What comparisons call it."""
-        return "plain" if self.microbatch_size is None else f"b = {self.microbatch_size}"
-
 
 def read_run(path: Path) -> Run:
     """Read a run's folder, or a ledger's."""

@@ -13,7 +13,7 @@ from microclip.report import figures
 from microclip.report.blocks import Block, Cell, Figure, Paragraph, Section, Table
 from microclip.report.comparison import (
     Comparison,
-    lower_is_better,
+    by_interest,
     signed,
     unsigned,
     verdict,
@@ -101,7 +101,7 @@ def learning_curves(runs: Sequence[Run], dossiers: Sequence[Dossier]) -> Section
     )
     how = "Each line is a run; a line that falls or rises early has learnt early."
     if curved:
-        metrics = sorted(names, key=lower_is_better)
+        metrics = sorted(names, key=by_interest)
         choices = figures.curves(curved, metrics)
         lone = {name for run in runs for name in run.metrics} - set(names)
         blocks: list[Block] = [Figure("curves", "Metrics over steps", how, choices, "metric")]
