@@ -484,6 +484,12 @@ def test_options_that_cannot_be(options, said):
         Vision(**options)
 
 
+def test_patches_that_are_too_many(tmp_path):
+    recipe = Vision(data=str(image_folder(tmp_path)), patch_size=4)
+    with pytest.raises(ValueError, match="makes 3136 tokens .* larger --patch-size"):
+        recipe.build(recipe.load(0))
+
+
 def test_more_pictures_than_there_are():
     with pytest.raises(ValueError, match="at most 1200, as many as digits has .* but got 1201"):
         Vision(training_pictures=1201).load(0)
@@ -494,7 +500,7 @@ def test_more_pictures_than_there_are():
 
 def test_presets_are_what_they_say():
     presets = Vision.presets()
-    assert presets.keys() == {"default", "cifar10n", "paper"}
+    assert presets.keys() == {"default", "cifar10n", "folder", "paper"}
     assert all(training.microbatch_size for _, training in presets.values())
     recipe, training = presets["paper"]
     assert (training.batch_size, training.microbatch_size) == (4096, 32)

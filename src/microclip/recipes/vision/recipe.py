@@ -21,6 +21,7 @@ from microclip.recipes.vision.randaugment import MOST, rand_augmented
 DIGITS, CIFAR10N = "digits", "cifar10n"
 NOISE = 0.2
 HUMAN_LABELS: cifar.HumanLabels = "random_label1"
+MOST_TOKENS = 2304  # 768 pixels in patches of 16; attention costs the square
 LAST = 10**9  # the rank of a label when the model has no answer
 
 Batch = dict[str, Tensor]
@@ -155,7 +156,7 @@ class Vision(Recipe[Picture, int]):
 
     @classmethod
     def presets(cls) -> Mapping[str, tuple[Recipe[Any, Any], Training]]:
-        """Return a run of a minute, one on photographs, and the paper's."""
+        """Return a run of a minute, one on photographs, one for a folder, and the paper's."""
         return {
             "default": (
                 cls(patch_size=4, dropout=0.2, erasing=0.5),
@@ -184,6 +185,27 @@ class Vision(Recipe[Picture, int]):
                     microbatch_size=4,
                     batch_size=32,
                     steps=1500,
+                    learning_rate=1e-3,
+                    weight_decay=0.05,
+                    schedule="cosine",
+                    warmup=0.1,
+                ),
+            ),
+            "folder": (
+                cls(
+                    data="pictures",
+                    image_size=64,
+                    patch_size=8,
+                    hidden_size=192,
+                    layers=6,
+                    drop_path=0.1,
+                    smallest_crop=0.35,
+                    flip=True,
+                ),
+                Training(
+                    microbatch_size=4,
+                    batch_size=64,
+                    epochs=30,
                     learning_rate=1e-3,
                     weight_decay=0.05,
                     schedule="cosine",
@@ -269,6 +291,7 @@ class Vision(Recipe[Picture, int]):
         }
         if self.checkpoint is not None:
             return models.from_checkpoint(self.checkpoint, **facts)
+        self._check_tokens()
         return models.new(
             self.architecture,
             patch_size=self.patch_size,
@@ -278,6 +301,15 @@ class Vision(Recipe[Picture, int]):
             dropout=self.dropout,
             **facts,
         )
+
+    def _check_tokens(self) -> None:
+        tokens = (self.size // self.patch_size) ** 2
+        if tokens > MOST_TOKENS:
+            raise ValueError(
+                f"patch_size {self.patch_size} makes {tokens} tokens of a picture of {self.size} x "
+                f"{self.size} pixels, more than {MOST_TOKENS}: a step would take minutes. Choose a "
+                "larger --patch-size, such as 16, or a smaller --image-size."
+            )
 
     def collate(self, examples: Sequence[Picture], draws: Draws | None) -> Batch:
         """Return normalised pictures and labels; for training changed, and perhaps mixed."""
