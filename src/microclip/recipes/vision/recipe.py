@@ -177,6 +177,7 @@ class Vision(Recipe[Picture, int]):
                     training_pictures=5000,
                     judged_pictures=1000,
                     image_size=16,
+                    hidden_size=64,
                     layers=4,
                     crop_padding=2,
                     flip=True,
