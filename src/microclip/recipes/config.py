@@ -88,12 +88,21 @@ class Training:
     """Make the page of the run at its end."""
     cpu: bool = False
     """Use no accelerator, even if there is one."""
+    threads: int | None = None
+    """Threads that compute on a CPU; as many as torch likes unless given. Small models are as fast
+    with one, and do not suffer from what else a machine does."""
 
     def __post_init__(self) -> None:
         _at_least_one("batch_size", self.batch_size)
         _at_least_one("steps", self.steps)
         _at_least_one("log_every", self.log_every)
-        for name in ("microbatch_size", "chunk_size", "evaluate_every", "checkpoint_every"):
+        for name in (
+            "microbatch_size",
+            "chunk_size",
+            "evaluate_every",
+            "checkpoint_every",
+            "threads",
+        ):
             _at_least_one(name, getattr(self, name), or_none=True)
         if self.epochs is not None and not self.epochs > 0:
             raise ValueError(f"epochs must be greater than 0, but got {self.epochs}.")

@@ -7,7 +7,8 @@ processes are Accelerate's. Here they meet, and what comes out goes to the run's
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -70,8 +71,23 @@ def train(
         command: What is noted as the command that does the run again.
         console: Where to show how far it is; nowhere unless given.
     """
-    with StopRequests() as requests, Journal.open(recipe, training, command) as journal:
+    with (
+        _threads(training.threads),
+        StopRequests() as requests,
+        Journal.open(recipe, training, command) as journal,
+    ):
         return _Run(recipe, training, journal, requests, watch, console).carry_out(until)
+
+
+@contextmanager
+def _threads(count: int | None) -> Iterator[None]:
+    before = torch.get_num_threads()
+    if count is not None:
+        torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 class _Run:

@@ -122,6 +122,7 @@ class Language(Recipe[Encoded, Verdict]):
             learning_rate=3e-3,
             warmup=0.05,
             evaluate_every=130,
+            threads=1,
         )
         tasks = cls(
             data="superglue",

@@ -125,6 +125,7 @@ class Speech(Recipe[Heard, Record]):
                     learning_rate=8e-3,
                     betas=(0.9, 0.98),
                     warmup=0.2,
+                    threads=1,
                 ),
             ),
             "paper": (

@@ -169,6 +169,7 @@ class Vision(Recipe[Picture, int]):
                     weight_decay=0.05,
                     schedule="cosine",
                     warmup=0.1,
+                    threads=1,
                 ),
             ),
             "cifar10n": (
@@ -190,6 +191,7 @@ class Vision(Recipe[Picture, int]):
                     weight_decay=0.05,
                     schedule="cosine",
                     warmup=0.1,
+                    threads=1,
                 ),
             ),
             "folder": (
