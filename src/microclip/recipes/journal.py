@@ -31,7 +31,7 @@ FREE = {
 OWN_PLACE = frozenset(("seed", "microbatch_size"))  # said in run.json by themselves
 OF_CLIPPING = frozenset(("rule", "engine", "by_domain"))  # plain training has none of it
 SHOWN = 300  # of the most suspicious examples, to be seen on the page
-DESCRIBED = 20_000  # examples that are all described, if there are no more
+DESCRIBED = 5_000  # examples that are all described, if there are no more
 
 
 class Journal:
