@@ -7,13 +7,18 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format bench docs clean
+RECIPE ?= vision
+
+.PHONY: help demo train test lint format bench docs clean
 
 help: ## say what there is
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 demo: .venv/.demo ## train on digits with wrong labels; ends with a page to look at (2 minutes)
 	$(BIN)/microclip demo
+
+train: .venv/.recipes ## train a recipe on embedded data: make train RECIPE=speech (5 minutes)
+	$(BIN)/microclip train $(RECIPE)
 
 test: .venv/.dev ## run all tests, with the coverage of the package
 	$(BIN)/python -m pytest -q -n auto --maxprocesses 8 --cov --cov-fail-under=95
@@ -48,6 +53,10 @@ clean: ## remove what the targets made
 	$(PIP) --no-build-isolation -e '.[demo]'
 	@touch $@
 
+.venv/.recipes: .venv/.base
+	$(PIP) --no-build-isolation -e '.[recipes]'
+	@touch $@ .venv/.demo
+
 .venv/.dev: .venv/.base
 	$(PIP) --no-build-isolation -e '.[dev]'
-	@touch $@ .venv/.demo
+	@touch $@ .venv/.demo .venv/.recipes
