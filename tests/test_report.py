@@ -26,8 +26,9 @@ from microclip.report.page import LARGEST_PAGE, embedded, render
 from microclip.report.png import png
 from microclip.report.runs import RunError, read_run
 from microclip.report.statistics import Estimate, estimate, t_quantile
-from microclip.report.write import write_page
+from microclip.report.write import write_page, write_report
 
+import ledgers
 from report_runs import EXAMPLES, described, ledger, sweep, tone
 
 HOSTILE = "<script>window.pwned=1</script><img src=x onerror=alert(1)>\"'`${1}&amp;{{7*7}}\u2028"
@@ -714,3 +715,21 @@ def test_a_run_read_twice_is_the_same(tmp_path):
     path = sweep(tmp_path, sizes=(4,), seeds=(0,))[0]
     one, two = read_run(path), read_run(path)
     assert replace(one, name="x").metrics == two.metrics
+
+
+def test_a_plain_run_is_not_said_to_be_clipped(tmp_path):
+    run = RunFolder(tmp_path / "run", microbatch_size=None, headline="test_accuracy")
+    rows = [
+        [ledgers.Row(ids=[0, 1, 2, 3], norm=1.0 + step, losses=[0.1, 0.2, 0.3, 2.0])]
+        for step in range(20)
+    ]
+    ledgers.write(run.ledger, rows)
+    run.log(20, test_accuracy=0.875)
+    page = write_report([run.path], tmp_path / "page.html")
+    assert page.verdict == [
+        "test_accuracy is 0.875 after step 20.",
+        "Plain training: nothing was clipped in 20 steps. Its losses tell which of 4 examples it "
+        "finds hard.",
+    ]
+    titles = [section.title for section in page.sections]
+    assert titles[1:] == ["Gradients", "Who drags?", "Scores", "What was run"]

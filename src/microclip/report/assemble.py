@@ -94,8 +94,11 @@ def assemble(findings: Findings, title: str) -> Page:
 
 def _about(dossier: Dossier, gallery: int, room: Room, several: bool) -> list[Section]:
     after = f": {shortened(dossier.run.name)}" if several else ""
+    who = sections.drag(dossier, gallery, room, (f"Who drags?{after}", f"Scores{after}"))
+    if dossier.is_plain:
+        return [sections.clipping(dossier, f"Gradients{after}"), *who]
     return [
         sections.clipping(dossier, f"What clipping did{after}"),
         sections.suppressed(dossier, f"Who is suppressed?{after}"),
-        *sections.drag(dossier, gallery, room, (f"Who drags?{after}", f"Scores{after}")),
+        *who,
     ]

@@ -57,6 +57,12 @@ class Dossier:
         return found
 
     @property
+    def is_plain(self) -> bool:
+        """Whether the run says that it was plain training, and its weights do not belie it."""
+        run = self.run
+        return run.described and run.microbatch_size is None and self.course.mean_weight == 1
+
+    @property
     def measure(self) -> str:
         """The column that tells best how an example fared: its loss, or else its norms."""
         return "log_norm" if self.draggers.losses == "none" else "excess_loss"

@@ -32,6 +32,9 @@ def summary(
 ) -> list[str]:
     """Return what came out, in plain words."""
     found = [sentence for one in comparisons if (sentence := verdict(one)) is not None]
+    if len(runs) == 1 and (reached := runs[0].metrics.get(runs[0].headline or "")):
+        step, value = list(reached.items())[-1]
+        found.append(f"{shortened(str(runs[0].headline))} is {value:.4g} after step {step:,}.")
     found += [_ledger_sentence(dossier, len(runs) > 1) for dossier in dossiers]
     return found or [
         f"{_count(len(runs), 'run')}. There is nothing to compare yet: the same with "
@@ -157,6 +160,12 @@ def clipping(dossier: Dossier, title: str) -> Section:
     )
     if course.not_finite:
         told += f" {course.not_finite:,} micro-batches had a gradient that was not finite."
+    if dossier.is_plain:
+        how = (
+            "Half of the gradients have a norm within the dark band, nine in ten in the light one."
+        )
+        norms = Figure(f"norms-{dossier.key}", "Norms", how, {"": figures.norms(course)})
+        return Section(f"clipping-{dossier.key}", title, [Paragraph(told), norms])
     blocks: list[Block] = [
         Paragraph(told),
         Figure(
@@ -254,6 +263,12 @@ def truth_sentences(dossier: Dossier, count: int) -> list[str]:
 
 def _ledger_sentence(dossier: Dossier, several: bool) -> str:
     course = dossier.course
+    if dossier.is_plain:
+        name = f"{shortened(dossier.run.name)} is plain training" if several else "Plain training"
+        return (
+            f"{name}: nothing was clipped in {course.recorded:,} steps. Its losses tell which of "
+            f"{len(dossier.draggers):,} examples it finds hard."
+        )
     name = f"In {shortened(dossier.run.name)}, clipping" if several else "Clipping"
     left = "" if course.mean_weight is None else f"left {100 * course.mean_weight:.0f} % of "
     text = (
