@@ -1,5 +1,6 @@
 """Training on several real processes, and one that is killed: the weights tell nothing of it."""
 
+import json
 import os
 import subprocess
 import sys
@@ -18,7 +19,9 @@ TINY = str(Path(__file__).with_name("tiny_recipe.py"))
 
 def launch(out, *options, processes=1):
     """Train with Accelerate's launcher, as users do; return the last weights."""
-    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--cpu"]
+    launcher = [sys.executable, "-m", "accelerate.commands.launch"]
+    # with --cpu it starts one process, whatever is asked for; the recipe says cpu itself
+    launcher += ["--multi_gpu"] if processes > 1 else ["--cpu"]
     launcher += ["--num_processes", str(processes), "--num_machines", "1"]
     launcher += ["--mixed_precision", "no", "--dynamo_backend", "no", "-m", "microclip"]
     done = subprocess.run(
@@ -31,6 +34,7 @@ def launch(out, *options, processes=1):
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("step 40 of 40") == 1, "one process speaks"
+    assert json.loads((out / "facts.json").read_text())["processes"] == processes
     return weights(out)
 
 
