@@ -34,7 +34,7 @@ class Tiny(Recipe):
     @classmethod
     def presets(cls):
         training = Training(
-            microbatch_size=4, batch_size=16, steps=40, learning_rate=0.02, trackers=(), cpu=True
+            microbatch_size=4, batch_size=16, steps=40, learning_rate=0.02, trackers=()
         )
         return {"default": (cls(), training), "dropping": (cls(dropout=0.5), training)}
 
@@ -87,7 +87,6 @@ def training(**changes) -> Training:
         "learning_rate": 0.02,
         "trackers": (),
         "page": False,
-        "cpu": True,
     }
     return Training(**{**base, **changes})
 

@@ -56,11 +56,13 @@ class Journal:
         cls, recipe: Recipe[Any, Any], training: Training, command: str | None
     ) -> Iterator[Journal]:
         """Open the folder for one run at a time; close it whatever happens."""
+        import torch
         from accelerate import Accelerator
 
         path = Path(training.out or default_folder(recipe, training))
         accelerator = Accelerator(
-            cpu=training.cpu,
+            # unless it is said, processes without an accelerator would not hear of each other
+            cpu=training.cpu or not torch.accelerator.is_available(),
             mixed_precision=None if training.precision == "no" else training.precision,
             log_with=list(training.trackers) or None,
             project_dir=str(path),
