@@ -22,8 +22,8 @@ KNOWN = {
 def named(text: str) -> Rule:
     """Return the rule of this name, with what is in brackets after it.
 
-    >>> named("MinNorm"), named("Quantile(0.2)"), named("Median(rescale=False)")
-    (MinNorm(), Quantile(q=0.2, rescale=True), Median(rescale=False))
+    >>> named("MinNorm"), named("Quantile(0.2)"), named("Median(rescale=True)")
+    (MinNorm(), Quantile(q=0.2, rescale=False), Median(rescale=True))
     """
     try:
         call = ast.parse(text.strip(), mode="eval").body
