@@ -46,7 +46,7 @@ EXTRAS = {
     "plot": ("matplotlib",),
     "recipes": (
         *("transformers", "accelerate", "sklearn", "pyarrow", "jinja2", "plotly", "numpy"),
-        *("optuna", "jiwer", "soundfile", "tensorboard", "PIL", "espeakng_loader"),
+        *("optuna", "jiwer", "soundfile", "tensorboard", "PIL", "espeakng_loader", "psutil"),
     ),
     "report": ("jinja2", "plotly", "pyarrow", "numpy"),
 }

@@ -66,7 +66,9 @@ class Recipe(ABC, Generic[Example, Record]):
 
     @abstractmethod
     def losses(self, model: nn.Module, batch: Any) -> Tensor:
-        """Return one loss per example."""
+        """Return one loss per example. Call the model itself: on several processes it is wrapped,
+        and its parts do not know of the others.
+        """
 
     @abstractmethod
     def judge(self, model: nn.Module, batch: Any) -> Sequence[Record]:
