@@ -27,7 +27,7 @@ from microclip.recipes.order import Order, Share
 from microclip.recipes.progress import StepProgress
 from microclip.recipes.recipe import Data, Recipe
 from microclip.recipes.rule_names import named
-from microclip.rules import Fixed
+from microclip.rules import Fixed, Rule
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -57,6 +57,7 @@ def train(
     *,
     until: int | None = None,
     watch: Watch | None = None,
+    rule: Rule | None = None,
     command: str | None = None,
     console: Console | None = None,
 ) -> Finished:
@@ -68,6 +69,8 @@ def train(
         until: Stop after this step, with a checkpoint; a call with resume=True goes on.
         watch: Called after every look at the validation data, on every process, with the step and
             the figures; what it raises ends the run.
+        rule: One that no name stands for, such as your own; `training.rule` is then only what the
+            run's settings call it.
         command: What is noted as the command that does the run again.
         console: Where to show how far it is; nowhere unless given.
     """
@@ -76,7 +79,7 @@ def train(
         StopRequests() as requests,
         Journal.open(recipe, training, command) as journal,
     ):
-        return _Run(recipe, training, journal, requests, watch, console).carry_out(until)
+        return _Run(recipe, training, journal, requests, watch, rule, console).carry_out(until)
 
 
 @contextmanager
@@ -100,6 +103,7 @@ class _Run:
         journal: Journal,
         requests: StopRequests,
         watch: Watch | None,
+        rule: Rule | None,
         console: Console | None,
     ) -> None:
         from accelerate.utils import set_seed
@@ -126,12 +130,13 @@ class _Run:
         self.schedule = schedule_of(training, self.optimizer.optimizer, self.steps)
         # prepared, Accelerate would move it as many times per step as there are processes
         accelerator.register_for_checkpointing(self.schedule)
-        plain = training.microbatch_size is None
+        if training.microbatch_size is None:
+            rule = Fixed(math.inf)
         self.clipper: AcceleratedClipper = AcceleratedClipper(
             accelerator,
             self.model,
             training.microbatch_size,
-            rule=Fixed(math.inf) if plain else named(training.rule),
+            rule=named(training.rule) if rule is None else rule,
             engine=training.engine,
             ledger=journal.ledger,
         )
@@ -144,18 +149,20 @@ class _Run:
         self.look_every = training.evaluate_every or max(1, self.steps // 20)
         self.keep_every = training.checkpoint_every or self.look_every
         self.bad_losses = 0
+        self.last = self.steps  # of this call
+        self.gradient_norm: torch.Tensor | None = None  # before max_grad_norm; of a logged step
         self.figures: dict[str, float] = {}
 
     def carry_out(self, until: int | None) -> Finished:
         """Take the steps that are missing; at the very end, look at the test data."""
-        last = self.steps if until is None else min(until, self.steps)
+        self.last = self.steps if until is None else min(until, self.steps)
         self.journal.begin(self.state.step, self._facts())
         parts = training_parts(
             self.recipe,
             self.data,
             self.order,
             self.share,
-            range(self.state.step, last),
+            range(self.state.step, self.last),
             self.training.workers,
         )
         size = self.training.batch_size
@@ -164,10 +171,10 @@ class _Run:
                 outcome = self._differentiate(part)
                 if outcome is None:
                     continue
-                self._move()
+                self._move(part.part.step + 1)
                 self.state = replace(self.state, step=part.part.step + 1)
                 progress.step(self.state.step)
-                self._after_step(outcome, progress, last)
+                self._after_step(outcome, progress)
         if self.state.step < self.steps:
             return self._finished()
         if not self.figures:  # it had ended before: say again what came out
@@ -194,35 +201,48 @@ class _Run:
         clipper.fold(loss_fn, batch, **options)
         return clipper.finish() if loaded.part.is_last else None
 
-    def _move(self) -> None:
-        if self.training.max_grad_norm is not None:
-            self.accelerator.clip_grad_norm_(self.model.parameters(), self.training.max_grad_norm)
+    def _move(self, step: int) -> None:
+        bound = self.training.max_grad_norm
+        if bound is not None or self._is_logged(step):
+            # an infinite bound leaves gradients as they are, and tells how long they are
+            norm = self.accelerator.clip_grad_norm_(
+                self.model.parameters(), math.inf if bound is None else bound
+            )
+            self.gradient_norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
         self.optimizer.step()
         if not self.optimizer.step_was_skipped:
             self.schedule.step()
         self.optimizer.zero_grad()
 
-    def _after_step(self, outcome: Outcome, progress: StepProgress, last: int) -> None:
+    def _after_step(self, outcome: Outcome, progress: StepProgress) -> None:
         """Log, look, keep and listen, each at its time."""
         step = self.state.step
-        if step % self.training.log_every == 0 or step == last:
+        if self._is_logged(step):
             self._log(outcome)
-        looking = step % self.look_every == 0 or step == last
+        looking = step % self.look_every == 0 or step == self.last
         if looking:
             self._look_at_validation_data()
             progress.look(step, self.figures)
         stopping = self._asked_to_stop()
-        if (step % self.keep_every == 0 or step == last or stopping) and not self.bad_losses:
+        if (step % self.keep_every == 0 or step == self.last or stopping) and not self.bad_losses:
             self.checkpoints.write(self.accelerator, self.state)
         if looking and self.watch is not None:
             self.watch(step, dict(self.figures))
         if stopping:
             raise Stopped(stopping, step)
 
+    def _is_logged(self, step: int) -> bool:
+        return step % self.training.log_every == 0 or step == self.last
+
     def _log(self, outcome: Outcome) -> None:
         assert outcome.loss is not None
         loss = float(self.accelerator.reduce(outcome.loss.detach().float(), reduction="mean"))
-        figures = {"loss": loss, "learning_rate": float(self.schedule.get_last_lr()[0])}
+        assert self.gradient_norm is not None
+        figures = {
+            "loss": loss,
+            "learning_rate": float(self.schedule.get_last_lr()[0]),
+            "gradient_norm": float(self.gradient_norm),
+        }
         if self.training.microbatch_size is not None:
             figures |= self.clipper.metrics()
         self.journal.log(self.state.step, figures)
