@@ -55,6 +55,21 @@ def test_what_is_drawn_depends_on_the_seed_alone():
     assert len(one.training) == len(one.ids) == 100
 
 
+def test_wrong_labels_are_dropped_from_what_was_drawn():
+    whole = Vision(training_pictures=100).load(seed=1)
+    clean = Vision(training_pictures=100, drop_wrong=True).load(seed=1)
+    wrong = whole.training.labels != whole.training.truths
+    assert 0 < wrong.sum() < 100
+    assert clean.ids == [id for id, bad in zip(whole.ids, wrong, strict=True) if not bad]
+    assert clean.ids == clean.training.places.tolist()
+    assert clean.training.labels.tolist() == clean.training.truths.tolist()
+    assert clean.facts["wrong training labels"] == 0
+    assert clean.facts["pictures left out for their wrong labels"] == wrong.sum()
+    assert clean.validation.places.tolist() == whole.validation.places.tolist()
+    with pytest.raises(ValueError, match="nobody says it of my/pictures"):
+        Vision(data="my/pictures", drop_wrong=True)
+
+
 def test_pictures_are_normalised_and_of_the_size_asked_for():
     recipe = Vision()
     data = recipe.load(0)

@@ -43,6 +43,9 @@ class Vision(Recipe[Picture, int]):
     9 % of aggre_label, 40 % of worse_label."""
     training_pictures: int | None = None
     """Train with so many pictures, drawn with the seed; with all unless given."""
+    drop_wrong: bool = False
+    """Train without the pictures whose label is known to be wrong: what perfect cleaning would
+    give. They are counted among training_pictures, so fewer are left."""
     judged_pictures: int | None = None
     """Judge by so many validation and so many test pictures at most, the same for every seed."""
     image_size: int | None = None
@@ -128,6 +131,11 @@ class Vision(Recipe[Picture, int]):
             raise ValueError(
                 f"human_labels are those of cifar10n, but got {self.human_labels} for {self.data}. "
                 "Leave it out, or say --data cifar10n."
+            )
+        if self.drop_wrong and self.data not in (DIGITS, CIFAR10N):
+            raise ValueError(
+                "drop_wrong needs to know which labels are wrong, as it is known of digits and "
+                f"cifar10n, but nobody says it of {self.data}. Leave it out."
             )
         if self.checkpoint is None:
             self._check_sizes()
@@ -263,6 +271,10 @@ class Vision(Recipe[Picture, int]):
                 f"for training, but got {self.training_pictures}."
             )
         rows = pictures.drawn(self.training_pictures, seed)
+        drawn = len(rows)
+        if self.drop_wrong:
+            assert pictures.truths is not None
+            rows = rows[(pictures.labels == pictures.truths)[rows]]
         training = pictures.only(rows)
         ids = data.ids
         assert ids is not None
@@ -274,6 +286,8 @@ class Vision(Recipe[Picture, int]):
         facts = {"classes": len(training.classes), **data.facts}
         if training.wrong is not None:
             facts["wrong training labels"] = round(training.wrong, 4)
+        if self.drop_wrong:
+            facts["pictures left out for their wrong labels"] = drawn - len(rows)
         return replace(
             data,
             training=training,
