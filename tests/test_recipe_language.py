@@ -130,6 +130,54 @@ class TestVader:
             replace(e, choices=three.training[0].choices) for e in two.training
         ]
 
+    @pytest.fixture
+    def every_domain(self, monkeypatch):
+        """Let the recipe find 100 sentences of each domain, each with two raters."""
+        found = [sentence(i, d, 1.0, [2, -1]) for d in vader.DOMAINS for i in range(100)]
+        monkeypatch.setattr(vader, "sentences", lambda: found)
+
+    def sentences_of(self, seed=0, **options):
+        return Language(labels="rater", **options)._splits(seed)
+
+    def test_domains_are_taken_with_the_raters_they_have_among_all(self, every_domain):
+        whole, some = self.sentences_of(), self.sentences_of(domains=("tweets", "movie"))
+        for part in ("training", "validation", "test"):
+            expected = [e for e in getattr(whole, part) if e.domain in ("movie", "tweets")]
+            assert getattr(some, part) == expected != []
+
+    def test_shares_of_the_training_sentences_are_drawn_by_the_seed(self, every_domain):
+        whole, mixture = self.sentences_of(), self.sentences_of(training_shares=(1, 0.2, 0.1, 0.01))
+        counts = Counter(example.domain for example in mixture.training)
+        assert counts == {"movie": 70, "nyt": 14, "tweets": 7, "amazon": 1}
+        assert (mixture.validation, mixture.test) == (whole.validation, whole.test)
+        assert [e for e in whole.training if e in mixture.training] == mixture.training
+        assert mixture == self.sentences_of(training_shares=(1, 0.2, 0.1, 0.01))
+        # neither other domains nor their shares have a say; a larger share has all of a smaller
+        alone = self.sentences_of(domains=("tweets", "nyt"), training_shares=(0.1, 0.5))
+        tweets = [e for e in mixture.training if e.domain == "tweets"]
+        assert [e for e in alone.training if e.domain == "tweets"] == tweets
+        assert {e.id for e in mixture.training if e.domain == "nyt"} < {
+            e.id for e in alone.training if e.domain == "nyt"
+        }
+        other = self.sentences_of(seed=1, training_shares=(1, 0.2, 0.1, 0.01))
+        assert {e.id for e in tweets} != {e.id for e in other.training if e.domain == "tweets"}
+
+    def test_losses_of_a_domain_have_its_weight(self, every_domain):
+        small = {"vocabulary": 300, "width": 16, "feed_forward": 16, "heads": 2}
+        plain = Language(domains=("tweets", "movie"), **small)
+        weighted = replace(plain, domain_weights=(3.0, 0.5))
+        data = plain.load(0)
+        model = plain.build(data).eval()
+        batch = plain.collate(data.training, Draws(0, 0, len(data.training)))
+        assert "weights" not in batch
+        expected = torch.tensor([{"tweets": 3.0, "movie": 0.5}[d] for d in data.domains])
+        heavier = weighted.collate(data.training, Draws(0, 0, len(data.training)))
+        assert torch.equal(heavier["weights"], expected)
+        assert torch.equal(
+            weighted.losses(model, heavier), plain.losses(model, batch) * heavier["weights"]
+        )
+        assert "weights" not in weighted.collate(data.test, None)
+
     @pytest.mark.skipif(
         not (cache_folder() / vader.PACKAGE.file).exists(),
         reason="vaderSentiment's source distribution is not in the cache, and no test fetches it",
@@ -323,6 +371,14 @@ class TestRecipe:
             ({"dropout": None}, "--dropout none needs a checkpoint"),
             ({"tasks": ("Boolq",)}, "tasks must be of BoolQ, .* but got Boolq"),
             ({"most_per_task": 0}, "most_per_task must be 1 or more"),
+            ({"domains": ("films",)}, "domains must be of movie, .* but got films"),
+            ({"domains": ("nyt", "nyt")}, "each once at most, but got nyt, nyt"),
+            ({"training_shares": (0.5, 0.1)}, "movie, nyt, tweets, amazon, .* got 2: 0.5, 0.1"),
+            ({"training_shares": (1, 1, 1, 0)}, "above 0 and up to 1, but got 0"),
+            ({"domains": ("nyt",), "domain_weights": (1, 2)}, "each of nyt, .* but got 2: 1, 2"),
+            ({"domain_weights": (1, 1, 1, float("inf"))}, "finite and above 0, but got inf"),
+            ({"data": "folder", "domains": ("nyt",)}, "of vader, but the data is folder"),
+            ({"data": "folder", "domain_weights": (1.0,)}, "domain_weights is an option of vader"),
         ],
     )
     def test_options_that_cannot_be(self, options, said):

@@ -5,7 +5,7 @@ Everything is tokenized once, when data is loaded: a batch is then only put toge
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,20 +82,28 @@ class Encoder:
 
 
 def training_batch(
-    examples: Sequence[Encoded], draws: Draws, word_dropout: float, source_length: int
+    examples: Sequence[Encoded],
+    draws: Draws,
+    word_dropout: float,
+    source_length: int,
+    domain_weights: Mapping[str, float],
 ) -> Batch:
-    """Return a batch to train on, some of its tokens unknown."""
+    """Return a batch to train on, some of its tokens unknown; with weights, if domains have any."""
     source, mask = _padded([example.source for example in examples], PAD)
     if word_dropout:
         # drawn for the longest text there may be: what is drawn for a word must not depend on
         # which other examples are in the same part of the mini-batch
         drawn = torch.from_numpy(draws.random(source_length))[:, : source.shape[1]]
         source = torch.where((drawn < word_dropout) & (source > UNKNOWN), UNKNOWN, source)
-    return {
+    batch = {
         "input_ids": source,
         "attention_mask": mask,
         "labels": _padded([example.target for example in examples], IGNORED)[0],
     }
+    if domain_weights:
+        weights = [domain_weights[DOMAINS[example.domain]] for example in examples]
+        batch["weights"] = torch.tensor(weights, dtype=torch.float32)
+    return batch
 
 
 def judged_batch(examples: Sequence[Encoded]) -> Batch:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -31,6 +32,8 @@ from microclip.recipes.language.splits import Splits
 from microclip.recipes.language.tasks import TASKS
 from microclip.recipes.recipe import Data, Recipe
 
+VADER = "vader"
+
 
 @dataclass(frozen=True)
 class Texts(Data[Encoded]):
@@ -47,13 +50,20 @@ class Language(Recipe[Encoded, Verdict]):
     name: ClassVar[str] = "language"
     headline: ClassVar[str] = "accuracy"
 
-    data: str = "vader"
+    data: str = VADER
     """"vader", or a folder in SuperGLUE's layout: BoolQ/train.jsonl, BoolQ/val.jsonl, ..."""
 
     labels: vader.Labels = "mean"
     """VADER: whom training believes, the mean of all raters or one of them, who may be wrong."""
     neutral: bool = False
     """VADER: keep sentences that are neither positive nor negative, with an answer of their own."""
+    domains: tuple[str, ...] = ()
+    """VADER: the domains to take, such as movie; all unless given."""
+    training_shares: tuple[float, ...] = ()
+    """VADER: share of each domain's training sentences that is kept, drawn by the seed, in the
+    order movie, nyt, tweets, amazon (or of domains); all unless given."""
+    domain_weights: tuple[float, ...] = ()
+    """VADER: weights of the training losses by domain, in the same order; 1 unless given."""
 
     tasks: tuple[str, ...] = ()
     """SuperGLUE: the tasks to take, such as ReCoRD; all that are there unless given."""
@@ -110,6 +120,42 @@ class Language(Recipe[Encoded, Verdict]):
             raise SettingError(
                 f"tasks must be of {', '.join(TASKS)}, but got {', '.join(unknown)}."
             )
+        self._check_domains()
+
+    def _check_domains(self) -> None:
+        for name in ("domains", "training_shares", "domain_weights"):
+            if getattr(self, name) and self.data != VADER:
+                raise SettingError(
+                    f"{name} is an option of vader, but the data is {self.data}. Leave it out; the "
+                    "tasks of a folder are chosen with --tasks and --most-per-task."
+                )
+        unknown = [domain for domain in self.domains if domain not in vader.DOMAINS]
+        if unknown or len(set(self.domains)) < len(self.domains):
+            raise SettingError(
+                f"domains must be of {', '.join(vader.DOMAINS)}, each once at most, but got "
+                f"{', '.join(self.domains)}."
+            )
+        taken = self._domains_taken
+        for name in ("training_shares", "domain_weights"):
+            values = getattr(self, name)
+            if values and len(values) != len(taken):
+                raise SettingError(
+                    f"{name} must hold one number for each of {', '.join(taken)}, in this order, "
+                    f"but got {len(values)}: {', '.join(f'{value:g}' for value in values)}."
+                )
+        for share in self.training_shares:
+            if not 0 < share <= 1:
+                raise SettingError(
+                    f"training_shares must be above 0 and up to 1, but got {share}. To leave a "
+                    "domain out, name the others with --domains."
+                )
+        for weight in self.domain_weights:
+            if not 0 < weight < math.inf:
+                raise SettingError(f"domain_weights must be finite and above 0, but got {weight}.")
+
+    @property
+    def _domains_taken(self) -> tuple[str, ...]:
+        return self.domains or vader.DOMAINS
 
     @classmethod
     def presets(cls) -> Mapping[str, tuple[Recipe[Any, Any], Training]]:
@@ -181,9 +227,17 @@ class Language(Recipe[Encoded, Verdict]):
         )
 
     def _splits(self, seed: int) -> Splits:
-        if self.data == "vader":
-            return vader.load(vader.sentences(), seed, self.labels, self.neutral)
+        if self.data == VADER:
+            whole = vader.load(vader.sentences(), seed, self.labels, self.neutral)
+            return self._mixture(whole, seed)
         return superglue.load(Path(self.data), seed, self.tasks, self.most_per_task)
+
+    def _mixture(self, whole: Splits, seed: int) -> Splits:
+        """Return the domains that are asked for, in the shares that are asked for."""
+        taken = self._domains_taken
+        shares = self.training_shares or (1.0,) * len(taken)
+        chosen = vader.only(whole, taken)
+        return vader.thinned(chosen, dict(zip(taken, shares, strict=True)), seed)
 
     def build(self, data: Data[Encoded]) -> nn.Module:
         """Return a T5."""
@@ -200,10 +254,15 @@ class Language(Recipe[Encoded, Verdict]):
         """Return a batch: for training with the right answer, for being judged with all choices."""
         if draws is None:
             return judged_batch(examples)
-        return training_batch(examples, draws, self.word_dropout, self.source_length)
+        weights = dict(zip(self._domains_taken, self.domain_weights, strict=False))
+        return training_batch(examples, draws, self.word_dropout, self.source_length, weights)
 
     def losses(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Return the mean cross-entropy of each example's answer, over its tokens."""
+        """Return the mean cross-entropy of each example's answer, over its tokens.
+
+        With `domain_weights`, times the weight of its domain: a control for clipping by domain,
+        plain training whose domains weigh as clipping made them weigh.
+        """
         labels = batch["labels"]
         logits = model(
             input_ids=batch["input_ids"],
@@ -211,7 +270,8 @@ class Language(Recipe[Encoded, Verdict]):
             decoder_input_ids=_shifted(labels),
             use_cache=False,  # nothing is written token by token
         ).logits
-        return -_log_likelihoods(logits, labels) / (labels != IGNORED).sum(1)
+        losses = -_log_likelihoods(logits, labels) / (labels != IGNORED).sum(1)
+        return losses * batch["weights"] if "weights" in batch else losses
 
     def judge(self, model: nn.Module, batch: Batch) -> list[Verdict]:
         """Take the likeliest choice of each example."""

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import json
 import tarfile
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -89,6 +89,32 @@ def load(found: Sequence[Sentence], seed: int, labels: Labels, neutral: bool) ->
             )
         )
     return Splits(*parts)
+
+
+def only(splits: Splits, domains: Collection[str]) -> Splits:
+    """Return what belongs to some domains, in every split; raters are those drawn before."""
+    return Splits(
+        *(
+            [example for example in part if example.domain in domains]
+            for part in (splits.training, splits.validation, splits.test)
+        )
+    )
+
+
+def thinned(splits: Splits, shares: Mapping[str, float], seed: int) -> Splits:
+    """Keep a share of each domain's training sentences, at least one, drawn by the seed.
+
+    What is kept of a domain does not depend on the others, and a larger share has all of what a
+    smaller one has. Domains without a share are kept whole; validation and test are untouched.
+    """
+    kept: set[str] = set()
+    for place, domain in enumerate(DOMAINS):
+        own = [example.id for example in splits.training if example.domain == domain]
+        if own:
+            count = max(1, round(shares.get(domain, 1.0) * len(own)))
+            order = np.random.default_rng((seed, 1, place)).permutation(len(own))
+            kept.update(own[row] for row in order[:count])
+    return replace(splits, training=[e for e in splits.training if e.id in kept])
 
 
 def choices(neutral: bool) -> tuple[str, ...]:
