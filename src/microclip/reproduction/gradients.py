@@ -12,7 +12,8 @@ from typing import Any, Literal
 
 from microclip.reproduction.records import Record
 
-Moments = Sequence[Mapping[str, Any]]
+Matched = Literal["step", "loss"]
+MATCHED: tuple[Matched, ...] = ("step", "loss")
 
 
 def moments_of(record: Record) -> list[Mapping[str, Any]]:
@@ -40,9 +41,7 @@ def level(record: Record, name: str) -> float | None:
     return statistics.fmean(values)
 
 
-def ratios(
-    runs: Sequence[Record], name: str, matched: Literal["step", "loss"]
-) -> list[float] | str:
+def ratios(runs: Sequence[Record], name: str, matched: Matched) -> list[float] | str:
     """Return a ratio of each run, at the last step or at a common loss; or why there is none."""
     found: list[float] = []
     for record in runs:
