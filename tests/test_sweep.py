@@ -25,6 +25,7 @@ from microclip.recipes.sweep import fleet, worker
 from microclip.recipes.sweep.bootstrap import Interval, bootstrap
 from microclip.recipes.sweep.command import RUNS, run_sweep
 from microclip.recipes.sweep.config import SweepConfig
+from microclip.recipes.sweep.crew import TrialError
 from microclip.recipes.sweep.grid import Grid, best_rate, rates_to_try
 from microclip.recipes.sweep.job import PLAIN, Cell, Job, Result
 from microclip.recipes.sweep.pruning import Pruner
@@ -32,7 +33,6 @@ from microclip.recipes.sweep.register import GoneError, Register
 from microclip.recipes.sweep.setup import ChangedError
 from microclip.recipes.sweep.storage import StorageError, open_storage, open_study
 from microclip.recipes.sweep.summary import summarise
-from microclip.recipes.sweep.worker import TrialError
 from microclip.recipes.sweep.workplace import Workplace
 from microclip.report.comparison import compare
 from microclip.report.runs import read_run
@@ -275,7 +275,7 @@ def register(tmp_path):
 
 def opened(folder):
     storage = open_storage(f"sqlite:///{folder / 'trials.db'}")
-    return Register(open_study(storage, "study", lower_is_better=True), storage)
+    return Register(open_study(storage, "study", lower_is_better=True), storage, Job.from_json)
 
 
 def jobs(count, stage="evaluation"):
@@ -534,7 +534,7 @@ def test_a_broken_training_stops_no_other_and_is_named(tmp_path):
     with pytest.raises(TrialError, match="seed 2: RuntimeError: the disk is on fire"):
         sweep(tmp_path / "sweep", recipe, learning_rates=(0.1,), seeds=3)
     storage = open_storage(f"sqlite:///{tmp_path / 'sweep' / 'trials.db'}")
-    register = Register(open_study(storage, "sweep", lower_is_better=True), storage)
+    register = Register(open_study(storage, "sweep", lower_is_better=True), storage, Job.from_json)
     assert {job.seed for job in register.standing().finished} == {1, 3}
 
 

@@ -17,8 +17,8 @@ class Status:
 
     runs_done: int
     runs: int
-    work_done: int
-    work: int
+    work_done: float
+    work: float
 
     @property
     def share(self) -> float:

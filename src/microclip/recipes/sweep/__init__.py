@@ -3,5 +3,6 @@
 Data flows one way: `config` -> `grid` or `race` (plans: which `job`s are to be done, given those
 that are) -> `register` (who does which: Optuna trials in a `storage` that workers share) ->
 `worker` (does them; `pruning` ends the hopeless) -> `summary` and `podium` (what came out) ->
-`table`. `fleet` starts workers, `command` ties the rooms together. Nothing heavy is imported here.
+`table`. `crew` is how many workers share any plan and `fleet` starts them, `command` ties the rooms
+together. Nothing heavy is imported here.
 """

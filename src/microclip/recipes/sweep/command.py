@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,10 +18,10 @@ from microclip.recipes.order import Share
 from microclip.recipes.recipe import Recipe
 from microclip.recipes.rule_names import named
 from microclip.recipes.sweep.config import SweepConfig
-from microclip.recipes.sweep.fleet import fleet, is_worker, leave_with_parent
+from microclip.recipes.sweep.crew import oversee
+from microclip.recipes.sweep.fleet import is_worker, leave_with_parent
 from microclip.recipes.sweep.grid import Grid
 from microclip.recipes.sweep.job import Job, Result
-from microclip.recipes.sweep.plan import status
 from microclip.recipes.sweep.podium import award
 from microclip.recipes.sweep.pruning import Pruner
 from microclip.recipes.sweep.race import Race
@@ -32,12 +30,10 @@ from microclip.recipes.sweep.setup import describe, settle
 from microclip.recipes.sweep.storage import open_storage, open_study
 from microclip.recipes.sweep.summary import summarise
 from microclip.recipes.sweep.table import Rows, markdown, race_tables, show, sweep_tables
-from microclip.recipes.sweep.worker import POLL, TrialError, Worker
+from microclip.recipes.sweep.worker import Worker
 from microclip.report import write_report
 
 RUNS, LOGS = "runs", "logs"
-
-logger = logging.getLogger(__name__)
 
 
 def run_sweep(
@@ -73,7 +69,7 @@ def run_sweep(
     study = open_study(storage, config.study_name, lower_is_better=recipe.lower_is_better)
     setup = describe(recipe, training, config)
     settle(study, config.out, setup, "race" if config.race else "sweep")
-    register = Register(study, storage)
+    register = Register(study, storage, Job.from_json)
 
     def worker(report: Callable[[Status], None]) -> Worker:
         pruner = Pruner(register, plan.steps) if config.prune and not config.race else None
@@ -88,7 +84,8 @@ def run_sweep(
         if config.workers == 1:
             worker(report).work()
         else:
-            _oversee(plan, register, again, config, report)
+            logs = config.out / LOGS
+            oversee(plan, register.standing, report, again, config.workers, logs)
     register.close()
     finished = register.standing().finished
     if isinstance(plan, Race):
@@ -142,28 +139,6 @@ def _warning(race: Race) -> str:
         f"The first rung is within the {race.warm_up} steps of the warm-up, where candidates "
         "hardly differ: race fewer of them, or raise --budget. "
     )
-
-
-def _oversee(
-    plan: Grid | Race,
-    register: Register,
-    again: Sequence[str],
-    config: SweepConfig,
-    report: Callable[[Status], None],
-) -> None:
-    """Let others work and say how far they are."""
-    with fleet(again, config.workers, config.out / LOGS) as hands:
-        while any(hand.works for hand in hands):
-            report(status(plan, register.standing()))
-            time.sleep(POLL)
-        complaints = [hand.complaint for hand in hands if hand.complaint is not None]
-    if plan.missing(register.standing().finished):
-        raise TrialError(
-            f"The {config.workers} workers ended before all was done. What was finished is kept; "
-            "the same command goes on.\n" + "\n".join(complaints)
-        )
-    for complaint in complaints:
-        logger.warning("A worker ended early; others did its work. %s", complaint)
 
 
 def _end_sweep(

@@ -44,12 +44,21 @@ class Hand:
 
 
 @contextmanager
-def fleet(again: Sequence[str], count: int, logs: Path) -> Iterator[list[Hand]]:
-    """Start so many workers; when the block is left, none of them is."""
+def fleet(
+    again: Sequence[str], count: int, logs: Path, threads: int | None = None
+) -> Iterator[list[Hand]]:
+    """Start so many workers; when the block is left, none of them is.
+
+    Args:
+        again: The command that starts one.
+        count: How many.
+        logs: A folder for what they say.
+        threads: That each may use; unless given, what the environment says, or its share of cores.
+    """
     if not again:
         raise SettingError(
             f"{count} workers are asked for, but not by which command they are started: give "
-            "run_sweep its `again`, or ask for one worker."
+            "`again`, or ask for one worker."
         )
     logs.mkdir(parents=True, exist_ok=True)
     hands: list[Hand] = []
@@ -62,7 +71,7 @@ def fleet(again: Sequence[str], count: int, logs: Path) -> Iterator[list[Hand]]:
                     stdin=subprocess.PIPE,  # it ends with this process: see leave_with_parent
                     stdout=file,
                     stderr=subprocess.STDOUT,
-                    env=_environment(number, count),
+                    env=_environment(number, count, threads),
                     # Ctrl-C comes to this process alone, which then tells the others
                     start_new_session=True,
                 )
@@ -89,9 +98,11 @@ def leave_with_parent() -> None:
     threading.Thread(target=listen, daemon=True).start()
 
 
-def _environment(number: int, count: int) -> Mapping[str, str]:
+def _environment(number: int, count: int, threads: int | None) -> Mapping[str, str]:
     environment = {**os.environ, IS_WORKER: "1"}
-    environment.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // count)))
+    environment.setdefault("OMP_NUM_THREADS", str(max(1, cores() // count)))
+    if threads is not None:
+        environment["OMP_NUM_THREADS"] = str(threads)
     devices = _accelerators()
     if len(devices) > 1:
         environment["CUDA_VISIBLE_DEVICES"] = devices[number % len(devices)]
@@ -107,7 +118,8 @@ def _accelerators() -> list[str]:
     return [str(place) for place in range(torch.cuda.device_count())]
 
 
-def _cores() -> int:
+def cores() -> int:
+    """Return how many cores this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1  # pragma: no cover (macOS and Windows)

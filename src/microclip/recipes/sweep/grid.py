@@ -77,6 +77,10 @@ class Grid:
         """Return how many steps a job takes."""
         return self.steps
 
+    def work_done(self, job: Job, step: int) -> int:
+        """Return how many of them are done after so many."""
+        return min(step, self.steps)
+
     def first_rates(self, cell: Cell) -> tuple[float, ...]:
         """Return the rates that a cell begins with, from the smallest."""
         scale = 1.0 if cell.is_plain else self.config.rate_scales.get(cell.rule, 1.0)

@@ -64,6 +64,20 @@ class Job:
         """Where it is done, below the sweep's folder; the laps of a race share one."""
         return f"{self.stage}/{self.cell.slug}-lr{self.learning_rate!r}-seed{self.seed}"
 
+    @property
+    def parameters(self) -> dict[str, int | float]:
+        """Its numbers; 0 stands for plain training."""
+        return {
+            "microbatch_size": self.cell.microbatch_size or 0,
+            "learning_rate": self.learning_rate,
+            "seed": self.seed,
+        }
+
+    @property
+    def labels(self) -> dict[str, str]:
+        """What it is besides."""
+        return {"rule": self.cell.rule}
+
     def to_json(self) -> dict[str, Any]:
         """Return what `from_json` reads."""
         return asdict(self)

@@ -2,15 +2,35 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Mapping
+from typing import Protocol, TypeVar
 
 from microclip.demo.progress import Status
-from microclip.recipes.sweep.grid import Finished
-from microclip.recipes.sweep.job import Job
-from microclip.recipes.sweep.register import Standing
+from microclip.recipes.sweep.job import Job, Result
+from microclip.recipes.sweep.register import Listed, Standing
+
+J = TypeVar("J", bound=Listed)
+R = TypeVar("R")
+R_contra = TypeVar("R_contra", contravariant=True)
 
 
-class Plan(Protocol):
+class Plan(Protocol[J, R_contra]):
+    """A plan, of whatever jobs."""
+
+    def missing(self, finished: Mapping[J, R_contra]) -> list[J]:
+        """Return the jobs that can and must be done next; none: all is done."""
+
+    def expected(self, finished: Mapping[J, R_contra]) -> list[J]:
+        """Return all jobs as far as they are known by now."""
+
+    def work(self, job: J) -> float:
+        """Return how much work a job is."""
+
+    def work_done(self, job: J, step: int) -> float:
+        """Return how much of it is done after so many steps."""
+
+
+class Sweep(Plan[Job, Result], Protocol):
     """The plan of a sweep (`Grid`) or of a race (`Race`)."""
 
     @property
@@ -21,17 +41,8 @@ class Plan(Protocol):
     def steps(self) -> int:
         """Of one training."""
 
-    def missing(self, finished: Finished) -> list[Job]:
-        """Return the jobs that can and must be done next; none: all is done."""
 
-    def expected(self, finished: Finished) -> list[Job]:
-        """Return all jobs as far as they are known by now."""
-
-    def work(self, job: Job) -> int:
-        """Return how many steps a job takes."""
-
-
-def status(plan: Plan, standing: Standing) -> Status:
+def status(plan: Plan[J, R], standing: Standing[J, R]) -> Status:
     """Return how far a plan is; jobs that are under way count by the steps they have taken."""
     finished, under_way = standing.finished, standing.under_way
     jobs = plan.expected(finished)
@@ -39,6 +50,5 @@ def status(plan: Plan, standing: Standing) -> Status:
     work_done = sum(plan.work(job) for job in done)
     for job in jobs:
         if job in under_way and job not in finished:
-            goal, work = job.until or plan.steps, plan.work(job)
-            work_done += min(max(under_way[job] - (goal - work), 0), work)
+            work_done += plan.work_done(job, under_way[job])
     return Status(len(done), len(jobs), work_done, sum(plan.work(job) for job in jobs))

@@ -29,10 +29,10 @@ FAR_BEHIND = 0.5  # of the way that others have come since the first look
 class Pruner:
     """Ends hopeless trainings."""
 
-    register: Register
+    register: Register[Job]
     steps: int
 
-    def verdict(self, claim: Claim) -> str | None:
+    def verdict(self, claim: Claim[Job]) -> str | None:
         """Say why a training is hopeless after its last look, or nothing."""
         job = claim.job
         if job.stage != "tuning":

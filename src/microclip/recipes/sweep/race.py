@@ -96,6 +96,11 @@ class Race:
         goal = self.steps if job.until is None else job.until
         return goal - max((rung.step for rung in self.rungs if rung.step < goal), default=0)
 
+    def work_done(self, job: Job, step: int) -> int:
+        """Return how many of them are done at a step: those before the rung were another job's."""
+        goal, work = job.until or self.steps, self.work(job)
+        return min(max(step - (goal - work), 0), work)
+
     def laps(self, finished: Finished) -> list[Lap]:
         """Return the rungs that have been run."""
         found: list[Lap] = []

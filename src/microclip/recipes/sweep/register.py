@@ -1,9 +1,10 @@
-"""The register of a sweep: which jobs are done, by whom, and which are free to be taken.
+"""The register of a plan: which jobs are done, by whom, and which are free to be taken.
 
-Every job is a trial of an Optuna study. Who takes one changes its state from waiting to running,
-which only one can do. Of several trials of one job the first that has not failed counts, so it does
-no harm if two workers write the same job down at once. A trial whose worker has gone fails, and
-its job is free again: at once, if the worker was on this machine; else after some silence.
+Every job is a trial of an Optuna study; what it is about is not known here. Who takes one changes
+its state from waiting to running, which only one can do. Of several trials of one job the first
+that has not failed counts, so it does no harm if two workers write the same job down at once. A
+trial whose worker has gone fails, and its job is free again: at once, if the worker was on this
+machine; else after some silence.
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ from __future__ import annotations
 import math
 import threading
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 import optuna
 from optuna.distributions import BaseDistribution, FloatDistribution, IntDistribution
@@ -22,7 +23,7 @@ from optuna.exceptions import ExperimentalWarning, UpdateFinishedTrialError
 from optuna.storages import RDBStorage
 from optuna.trial import FrozenTrial, TrialState
 
-from microclip.recipes.sweep.job import Job, Result
+from microclip.recipes.sweep.job import Result
 from microclip.recipes.sweep.storage import BEAT
 from microclip.recipes.sweep.workplace import Workplace
 
@@ -30,10 +31,31 @@ from microclip.recipes.sweep.workplace import Workplace
 PARAMETERS: dict[str, BaseDistribution] = {
     "microbatch_size": IntDistribution(0, 2**31),
     "learning_rate": FloatDistribution(1e-300, 1e300, log=True),
+    "value": FloatDistribution(1e-300, 1e300, log=True),  # of whatever a job's arm is tuned by
     "seed": IntDistribution(0, 2**53),
 }
-JOB, RULE, WORKER = "job", "rule", "worker"
+JOB, WORKER = "job", "worker"
+DONE = (TrialState.COMPLETE, TrialState.PRUNED)
 FOLDER, METRICS, REASON, ERROR = "folder", "metrics", "reason", "error"
+
+
+class Listed(Hashable, Protocol):
+    """What can be written into a register; two that are equal are the same job."""
+
+    @property
+    def parameters(self) -> Mapping[str, int | float]:
+        """The numbers of it, by the names of `PARAMETERS`."""
+
+    @property
+    def labels(self) -> Mapping[str, str]:
+        """What else there is to say of it."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what it can be read back from."""
+
+
+J = TypeVar("J", bound=Listed)
+R = TypeVar("R")
 
 
 class GoneError(RuntimeError):
@@ -41,39 +63,54 @@ class GoneError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Standing:
+class Standing(Generic[J, R]):
     """How the jobs of a study are at some moment."""
 
-    finished: Mapping[Job, Result]
-    under_way: Mapping[Job, int]  # what somebody does right now, with the last step known
-    broken: Mapping[Job, str]  # what ended in an error since this worker began, and what it said
+    finished: Mapping[J, R]  # with what came of them
+    under_way: Mapping[J, int]  # what somebody does right now, with the last step known
+    broken: Mapping[J, str]  # what ended in an error since this worker began, and what it said
 
 
 @dataclass(frozen=True)
-class Claim:
+class Claim(Generic[J]):
     """A job that is this worker's own, until it says how it ended."""
 
     trial_id: int
-    job: Job
+    job: J
 
 
-class Register:
-    """The jobs of a study, as one worker sees them."""
+class Register(Generic[J]):
+    """The jobs of a study, as one worker sees them.
 
-    def __init__(self, study: optuna.Study, storage: RDBStorage) -> None:
+    Args:
+        study: What they are trials of.
+        storage: Where that is kept.
+        read: Gives a job back from what its `to_json` returned.
+        is_kept: Says of a finished job whether what came of it is still there; where results are
+            kept elsewhere, they may be lost, and the job is then free again.
+    """
+
+    def __init__(
+        self,
+        study: optuna.Study,
+        storage: RDBStorage,
+        read: Callable[[Mapping[str, Any]], J],
+        is_kept: Callable[[J], bool] = lambda job: True,
+    ) -> None:
         self.study, self.storage = study, storage
+        self._read, self._is_kept = read, is_kept
         self.here = Workplace.here()
         self._study_id = storage.get_study_id_from_name(study.study_name)
         # what failed before this worker came is tried again; what fails meanwhile is not
         self._news_from = len(self._trials())
 
-    def standing(self) -> Standing:
+    def standing(self) -> Standing[J, Result]:
         """Return how things are."""
         trials = self._trials()
-        first = _first(trials)
-        finished: dict[Job, Result] = {}
+        first = self._first(trials)
+        finished: dict[J, Result] = {}
         for job, trial in first.items():
-            if trial.state in (TrialState.COMPLETE, TrialState.PRUNED):
+            if trial.state in DONE:
                 said = trial.user_attrs
                 finished[job] = Result(
                     folder=said[FOLDER],
@@ -93,7 +130,7 @@ class Register:
                 for trial in trials[self._news_from :]
                 if trial.state == TrialState.FAIL
                 and ERROR in trial.user_attrs
-                and (job := _job(trial)) not in first
+                and (job := self._job(trial)) not in first
             },
         )
 
@@ -107,21 +144,20 @@ class Register:
             warnings.simplefilter("ignore", ExperimentalWarning)
             optuna.storages.fail_stale_trials(self.study)
 
-    def claim(self, jobs: Sequence[Job]) -> Claim | None:
+    def claim(self, jobs: Sequence[J]) -> Claim[J] | None:
         """Take the first of these jobs that nobody has; None: others are at work on all of them."""
-        known = _first(self._trials())
-        new = [job for job in jobs if job not in known]
-        for job in new:
-            self._write_down(job)
-        first = _first(self._trials()) if new else known
+        first = self._first(self._trials())
         for job in jobs:
+            if job not in first:
+                self._write_down(job)
+                first = self._first(self._trials())
             trial = first[job]
             if trial.state == TrialState.WAITING and self._take(trial):
                 return Claim(self._id(trial), job)
         return None
 
     @contextmanager
-    def beating(self, claim: Claim) -> Iterator[None]:
+    def beating(self, claim: Claim[J]) -> Iterator[None]:
         """Give signs of life while the block runs."""
         over = threading.Event()
 
@@ -137,14 +173,14 @@ class Register:
             over.set()
             thread.join()
 
-    def note(self, claim: Claim, step: int, value: float) -> None:
+    def note(self, claim: Claim[J], step: int, value: float) -> None:
         """Note the validation figure after a step."""
         try:
             self.storage.set_trial_intermediate_value(claim.trial_id, step, value)
         except UpdateFinishedTrialError as error:
             raise GoneError(f"{claim.job} was given to another worker.") from error
 
-    def complete(self, claim: Claim, result: Result, value: float) -> None:
+    def complete(self, claim: Claim[J], result: Result, value: float) -> None:
         """Keep what came of a job: for good, unless it was given to another worker meanwhile."""
         state = TrialState.COMPLETE if result.hopeless is None else TrialState.PRUNED
         try:
@@ -160,11 +196,11 @@ class Register:
         except UpdateFinishedTrialError as error:
             raise GoneError(f"{claim.job} was given to another worker.") from error
 
-    def give_back(self, claim: Claim, reason: str) -> None:
+    def give_back(self, claim: Claim[J], reason: str) -> None:
         """Free a job that could not be finished now."""
         self._fail(claim.trial_id, REASON, reason)
 
-    def give_up(self, claim: Claim, error: str) -> None:
+    def give_up(self, claim: Claim[J], error: str) -> None:
         """Say that a job ended in an error."""
         self._fail(claim.trial_id, ERROR, error)
 
@@ -176,17 +212,13 @@ class Register:
     def _trials(self, *states: TrialState) -> list[FrozenTrial]:
         return self.study.get_trials(deepcopy=False, states=states or None)
 
-    def _write_down(self, job: Job) -> None:
-        parameters: dict[str, Any] = {
-            "microbatch_size": job.cell.microbatch_size or 0,
-            "learning_rate": job.learning_rate,
-            "seed": job.seed,
-        }
+    def _write_down(self, job: J) -> None:
+        parameters = dict(job.parameters)
         trial = optuna.create_trial(
             state=TrialState.WAITING,
             params=parameters,
-            distributions=PARAMETERS,
-            user_attrs={JOB: job.to_json(), RULE: job.cell.rule},
+            distributions={name: PARAMETERS[name] for name in parameters},
+            user_attrs={JOB: job.to_json(), **job.labels},
         )
         self.study.add_trial(trial)
 
@@ -212,15 +244,16 @@ class Register:
     def _id(self, trial: FrozenTrial) -> int:
         return self.storage.get_trial_id_from_study_id_trial_number(self._study_id, trial.number)
 
+    def _first(self, trials: Sequence[FrozenTrial]) -> dict[J, FrozenTrial]:
+        """Return for each job the trial that counts, of all in the order of their numbers."""
+        found: dict[J, FrozenTrial] = {}
+        for trial in trials:
+            if trial.state == TrialState.FAIL:
+                continue
+            job = self._job(trial)
+            if job not in found and (trial.state not in DONE or self._is_kept(job)):
+                found[job] = trial
+        return found
 
-def _first(trials: Sequence[FrozenTrial]) -> dict[Job, FrozenTrial]:
-    """Return for each job the trial that counts, of all trials in the order of their numbers."""
-    found: dict[Job, FrozenTrial] = {}
-    for trial in trials:
-        if trial.state != TrialState.FAIL:
-            found.setdefault(_job(trial), trial)
-    return found
-
-
-def _job(trial: FrozenTrial) -> Job:
-    return Job.from_json(trial.user_attrs[JOB])
+    def _job(self, trial: FrozenTrial) -> J:
+        return self._read(trial.user_attrs[JOB])

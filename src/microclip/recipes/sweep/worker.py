@@ -1,15 +1,9 @@
-"""A worker: takes jobs from the register and does them, until there is nothing left to do.
-
-What to do next is asked of the plan whenever a job ends, so going on after an interruption, or
-joining others, is the same as beginning.
-"""
+"""A worker of a sweep or a race: how a job of theirs is done, and when it is not gone on with."""
 
 from __future__ import annotations
 
-import logging
 import math
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,36 +11,17 @@ from typing import Any
 from microclip.demo.progress import Status
 from microclip.recipes.config import DivergedError, Training
 from microclip.recipes.recipe import Recipe
+from microclip.recipes.sweep.crew import alone, work
 from microclip.recipes.sweep.job import Job, Result
-from microclip.recipes.sweep.plan import Plan, status
+from microclip.recipes.sweep.plan import Sweep, status
 from microclip.recipes.sweep.pruning import Pruner
-from microclip.recipes.sweep.register import Claim, GoneError, Register, Standing
-from microclip.recipes.sweep.storage import GRACE
-from microclip.recipes.train import Watch, train
+from microclip.recipes.sweep.register import Claim, Register, Standing
+from microclip.recipes.train import train
 from microclip.report.runs import RunError, read_run
-
-logger = logging.getLogger(__name__)
-
-POLL = 1.0  # seconds between two looks at what others do
 
 
 class HopelessError(Exception):
     """A training need not be gone on with; the message says why."""
-
-
-class StoppedError(KeyboardInterrupt):
-    """A sweep was asked to stop, and did so with its trainings safe."""
-
-    def __init__(self, exit_code: int) -> None:
-        super().__init__(
-            "Interrupted. What was finished is kept, and what was begun has a checkpoint: the same "
-            "command goes on from there."
-        )
-        self.exit_code = exit_code
-
-
-class TrialError(OSError):
-    """Trainings of the sweep ended in errors, so it cannot be finished."""
 
 
 @dataclass(frozen=True)
@@ -55,47 +30,21 @@ class Worker:
 
     recipe: Recipe[Any, Any]
     training: Training
-    plan: Plan
-    register: Register
+    plan: Sweep
+    register: Register[Job]
     out: Path  # run folders go below it
     pruner: Pruner | None
     report: Callable[[Status], None]
 
     def work(self) -> None:
         """Do what is to be done, together with others, until all of it is done."""
-        while True:
-            self.register.release_abandoned()
-            standing = self.register.standing()
-            self.report(status(self.plan, standing))
-            missing = self.plan.missing(standing.finished)
-            possible = [job for job in missing if job not in standing.broken]
-            if not missing:
-                return
-            if not possible:
-                raise TrialError(_what_broke(standing.broken))
-            claim = self.register.claim(possible)
-            if claim is None:
-                time.sleep(POLL)
-            else:
-                self._do(claim, standing)
+        work(self.plan, self.register, self.register.standing, self._do, self.report)
 
-    def _do(self, claim: Claim, standing: Standing) -> None:
-        """Do a job; whatever happens, the register hears of it."""
-        try:
-            with self.register.beating(claim):
-                result = self._train(claim, standing)
-            headline = f"validation_{self.plan.headline}"
-            self.register.complete(claim, result, result.metrics.get(headline, math.nan))
-        except GoneError:
-            pass  # whoever has it now will finish it
-        except KeyboardInterrupt as error:
-            self.register.give_back(claim, "it was interrupted")
-            raise StoppedError(getattr(error, "exit_code", 130)) from error
-        except Exception as error:
-            logger.exception("The %s ended in an error.", claim.job)
-            self.register.give_up(claim, f"{type(error).__name__}: {error}")
+    def _do(self, claim: Claim[Job], standing: Standing[Job, Result]) -> tuple[Result, float]:
+        result = self._train(claim, standing)
+        return result, result.metrics.get(f"validation_{self.plan.headline}", math.nan)
 
-    def _train(self, claim: Claim, standing: Standing) -> Result:
+    def _train(self, claim: Claim[Job], standing: Standing[Job, Result]) -> Result:
         job = claim.job
         folder = self.out / job.folder
         hopeless = None
@@ -113,7 +62,9 @@ class Worker:
         for step, value in self._curve(folder).items():  # of one that was begun before
             self.register.note(claim, step, value)
         try:
-            metrics = self._alone(self._training(job, folder), job.until, watch)
+            training = self._training(job, folder)
+            finished = alone(lambda: train(self.recipe, training, until=job.until, watch=watch))
+            metrics = finished.metrics
         except HopelessError as error:
             hopeless = str(error)
         except DivergedError as error:
@@ -121,17 +72,6 @@ class Worker:
                 hopeless = str(error)
             metrics = {f"validation_{self.plan.headline}": math.nan}
         return self._result(job, metrics, hopeless)
-
-    def _alone(self, training: Training, until: int | None, watch: Watch) -> dict[str, float]:
-        """Train; if somebody holds the folder who was given up too early, wait for a while."""
-        end = time.monotonic() + GRACE
-        while True:
-            try:
-                return train(self.recipe, training, until=until, watch=watch).metrics
-            except FileExistsError:
-                if time.monotonic() > end:
-                    raise
-                time.sleep(POLL)
 
     def _training(self, job: Job, folder: Path) -> Training:
         tuning = job.stage == "tuning"
@@ -162,11 +102,3 @@ class Worker:
             return read_run(folder).metrics.get(f"validation_{self.plan.headline}", {})
         except RunError:
             return {}
-
-
-def _what_broke(broken: Mapping[Job, str]) -> str:
-    shown = "\n".join(f"  {job}: {error}" for job, error in list(broken.items())[:5])
-    return (
-        f"{len(broken)} training{'s' if len(broken) > 1 else ''} of the sweep ended in an error. "
-        f"What was finished is kept; the same command tries these again.\n{shown}"
-    )
