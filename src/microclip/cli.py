@@ -19,6 +19,7 @@ from microclip.demo.config import DemoConfig
 from microclip.probing.config import ProbeConfig
 from microclip.recipes.config import DivergedError, SettingError, SweepOptions, TrainOptions
 from microclip.report.config import ReportConfig
+from microclip.reproduction.config import ReproduceConfig
 from microclip.theory.config import TheoryConfig
 
 ABOUT = """Adaptive micro-batch clipping for PyTorch: train better on data that is not clean.
@@ -28,6 +29,8 @@ See it at work, in about two minutes:  microclip demo
 Train a speech, vision or language model, or your own:  microclip train vision
 
 Which micro-batch size to use, by trial:  microclip sweep vision --race
+
+The paper's experiments once more, and what holds:  microclip reproduce --quick
 
 What the theory says of each micro-batch size:  microclip theory
 
@@ -86,6 +89,13 @@ def report(config: ReportConfig) -> None:
     show(config)
 
 
+def reproduce(config: ReproduceConfig) -> None:
+    """Carry out `microclip reproduce`."""
+    from microclip.reproduction.command import show
+
+    show(config)
+
+
 def theory(config: TheoryConfig) -> None:
     """Carry out `microclip theory`."""
     from microclip.theory.command import show
@@ -121,6 +131,7 @@ COMMANDS = {
     "demo": Command(DemoConfig, "demo", demo),
     "probe": Command(ProbeConfig, "cli", probe),
     "report": Command(ReportConfig, "report", report, positional=True),
+    "reproduce": Command(ReproduceConfig, "recipes", reproduce),
     "sweep": Command(SweepOptions, "recipes", sweep, by_itself=True),
     "theory": Command(TheoryConfig, "plot", theory),
     "train": Command(TrainOptions, "recipes", train, by_itself=True),
@@ -140,7 +151,8 @@ def main(args: Sequence[str] | None = None) -> int:
     try:
         require("cli")
         command, options = parse(arguments)
-        require(command.extra, only_look=command.by_itself)
+        # of the many that recipes bring, each one is imported where it is used
+        require(command.extra, only_look=command.extra == "recipes")
         command.carry_out(options)
     except (MissingExtraError, OSError, SettingError, DivergedError) as error:
         return _fail(str(error))

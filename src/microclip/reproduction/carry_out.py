@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from microclip.files import write_whole
 from microclip.recipes.checkpoints import WEIGHTS, Checkpoints
 from microclip.recipes.config import DivergedError, Training
 from microclip.recipes.journal import FACTS, settings
@@ -94,7 +95,8 @@ def carry_out(order: Order, folder: Path, watch: Watch | None = None) -> Record:
             moments = _along_the_way(order, training, watch)
         finished = train(order.recipe, training, watch=watch, rule=order.rule)
     except DivergedError as error:
-        diverged = str(error)
+        # where the folder was is nobody's business, and another place no difference
+        diverged = str(error).replace(str(folder), "its folder")
     return _record(order, training, finished, diverged, moments, time.monotonic() - began)
 
 
@@ -105,7 +107,10 @@ def _along_the_way(
     assert training.out is not None
     assert training.evaluate_every is not None
     seen = training.out / "moments.json"
-    found: list[Mapping[str, Any]] = json.loads(seen.read_text()) if seen.exists() else []
+    # None where there was too little to see: it has its place, so that no step is mistaken
+    found: list[Mapping[str, Any] | None] = (
+        json.loads(seen.read_text(encoding="utf-8")) if seen.exists() else []
+    )
     data = order.recipe.load(training.seed)
     for number in INSIDE[len(found) :]:
         step = number * training.evaluate_every
@@ -113,10 +118,9 @@ def _along_the_way(
         checkpoint = Checkpoints(training.out).last()
         assert checkpoint is not None
         moment = look(order.recipe, data, checkpoint, step, training.seed)
-        if moment is not None:
-            found.append(moment.to_json())
-        seen.write_text(json.dumps(found))
-    return tuple(found)
+        found.append(None if moment is None else moment.to_json())
+        write_whole(seen, json.dumps(found).encode())
+    return tuple(moment for moment in found if moment is not None)
 
 
 def _record(
@@ -132,12 +136,7 @@ def _record(
     facts = json.loads((training.out / FACTS).read_text(encoding="utf-8"))
     return Record(
         job=order.job,
-        settings={
-            "recipe": order.recipe.name,
-            **settings(order.recipe, training),
-            "microbatch_size": training.microbatch_size,
-            "seed": training.seed,
-        },
+        settings=settings_of(order),
         metrics={} if finished is None else dict(finished.metrics),
         curve=dict(run.metrics.get(f"validation_{order.recipe.headline}", {})),
         best_step=None if finished is None else finished.best_step,
@@ -149,6 +148,16 @@ def _record(
         facts=facts,
         made={**versions(), **machine_class(), "seconds": round(seconds, 1)},
     )
+
+
+def settings_of(order: Order) -> dict[str, Any]:
+    """Return everything that a run is done with, but for what nothing depends on."""
+    return {
+        "recipe": order.recipe.name,
+        **settings(order.recipe, order.training),
+        "microbatch_size": order.training.microbatch_size,
+        "seed": order.training.seed,
+    }
 
 
 def fingerprint(run: Path) -> str:

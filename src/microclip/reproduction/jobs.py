@@ -32,6 +32,17 @@ class Job:
         value = "" if self.value is None else f"{self.value!r}-"
         return f"{self.task}/{self.arm}/{stage}{value}seed{self.seed}"
 
+    @property
+    def parameters(self) -> dict[str, int | float]:
+        """Its numbers, for the register."""
+        value = {} if self.value is None else {"value": self.value}
+        return {**value, "seed": self.seed}
+
+    @property
+    def labels(self) -> dict[str, str]:
+        """What it is besides."""
+        return {"task": self.task, "arm": self.arm, "stage": self.stage}
+
     def to_json(self) -> dict[str, Any]:
         """Return what `from_json` reads."""
         return asdict(self)

@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from microclip.files import write_whole
+from microclip.recipes.config import SettingError
 from microclip.reproduction.jobs import Job
 
 FOLDER = "runs"
 
 
-class RecordError(ValueError):
+class RecordError(SettingError):
     """A file that should hold a record does not."""
 
 
@@ -99,11 +100,12 @@ def read(path: Path) -> Record:
 
 def read_all(folder: Path) -> dict[Job, Record]:
     """Read all records of a folder."""
-    found = (read(path) for path in _files(folder))
+    found = (read(path) for path in files(folder))
     return {record.job: record for record in found}
 
 
-def _files(folder: Path) -> Iterator[Path]:
+def files(folder: Path) -> Iterator[Path]:
+    """Return the files of all records of a folder."""
     yield from sorted((folder / FOLDER).glob("*/*/*.json"))
 
 

@@ -47,17 +47,29 @@ class Study:
                 scores = self.scores(task, arm, records)
                 values = {*first_values(task, arm), *scores, *_to_try(task, arm, scores)}
                 jobs += _tuning(task, arm, sorted(values))
+            if self._rate_is_known_to_be_lost(task, arm, records):
+                continue
             known = self.is_settled(task, arm, records)
             chosen = self.chosen(task, arm, records) if known else None
             if known and chosen is None and arm.tuned is not None:
                 continue  # it diverged with every value
             guess = first_values(task, arm)[0] if arm.tuned is not None else None
-            jobs += self.evaluation(task, arm, chosen if known else guess)
+            jobs += [
+                job
+                for job in self.evaluation(task, arm, chosen if known else guess)
+                if not self._source_diverged(task, arm, job.seed, records)
+            ]
         return jobs
 
     def work(self, job: Job) -> float:
         """Return about how many seconds a run takes on one core."""
         return self.task(job.task).seconds
+
+    def work_done(self, job: Job, step: int) -> float:
+        """Return about how many of them have gone by after so many steps."""
+        task = self.task(job.task)
+        steps: int = task.arm(job.arm).training.get("steps", task.training.steps)
+        return task.seconds * min(1.0, step / steps)
 
     def scores(self, task: Task, arm: Arm, records: Records) -> dict[float, float]:
         """Return how good each value is that was tried on all tuning seeds; more is better."""
@@ -134,9 +146,22 @@ class Study:
             if self.chosen(task, arm, records) is None:
                 return []
         jobs = self.evaluation(task, arm, self.chosen(task, arm, records))
+        return [job for job in jobs if not self.lacks_source(task, arm, job.seed, records)]
+
+    def lacks_source(self, task: Task, arm: Arm, seed: int, records: Records) -> bool:
+        """Say whether a run takes something from another that is not there, or diverged."""
         if arm.source is None and arm.shares_of is None:
-            return jobs
-        return [job for job in jobs if self.source(task, arm, job.seed, records) is not None]
+            return False
+        source = self.source(task, arm, seed, records)
+        return source is None or bool(source.diverged)
+
+    def _source_diverged(self, task: Task, arm: Arm, seed: int, records: Records) -> bool:
+        source = self.source(task, arm, seed, records)
+        return source is not None and bool(source.diverged)
+
+    def _rate_is_known_to_be_lost(self, task: Task, arm: Arm, records: Records) -> bool:
+        settled = all(self.is_settled(task, task.arm(name), records) for name in arm.needs)
+        return settled and self.rate_is_lost(task, arm, records)
 
     def rate_is_lost(self, task: Task, arm: Arm, records: Records) -> bool:
         """Say whether the arm whose learning rate this one has diverged with every value."""
