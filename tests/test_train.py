@@ -249,8 +249,10 @@ class TestResume:
     def test_a_run_that_has_ended_says_again_what_came_out(self, tmp_path):
         how = training(out=tmp_path / "run")
         first = train(self.recipe, how)
+        before = read_run(how.out).metrics
         again = train(self.recipe, replace(how, resume=True))
         assert again == first
+        assert read_run(how.out).metrics == before  # the last step's loss and norms among them
 
     def test_a_run_is_not_written_over(self, tmp_path):
         how = training(out=tmp_path / "run", steps=2)

@@ -139,7 +139,9 @@ def _read_metrics(path: Path) -> tuple[dict[str, Curve], tuple[str, ...]]:
             odd += 1
             continue
         if resumed:  # training went back to this step: what came after it never happened
-            curves = {n: {s: v for s, v in c.items() if s < step} for n, c in curves.items()}
+            # at the step itself not everything need be measured again: a run that had ended says
+            # once more what came of it, and no more than that
+            curves = {n: {s: v for s, v in c.items() if s <= step} for n, c in curves.items()}
             resumed = False
         for name, value in entry.items():
             number = _number(value)
