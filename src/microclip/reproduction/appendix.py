@@ -1,0 +1,232 @@
+"""The rest of the page: controls, tuning, what the paper gets wrong, full scale, and every run."""
+
+from __future__ import annotations
+
+from microclip.report.blocks import Block, Cell, Paragraph, Section, Table
+from microclip.reproduction import errata, wording
+from microclip.reproduction.results import COMMAND, core_seconds, environments
+from microclip.reproduction.sections import arms_table
+from microclip.reproduction.tables import BEST, LAST
+from microclip.reproduction.theory_part import failing_statements
+from microclip.reproduction.verdicts import told
+from microclip.reproduction.view import View
+
+FINGERPRINT = 12  # characters of it that are shown
+
+
+def controls(view: View) -> Section:
+    """Return what else could explain a gain."""
+    answers = {"holds": "yes", "does not hold": "no", "not looked at": wording.NOT_YET}
+    rows = [
+        [
+            Cell(found.part.about),
+            Cell(told(found.effect), marked=wording.excludes_zero(found.effect)),
+            Cell(answers.get(found.verdict, "undecided")),
+            Cell("-" if found.effect is None else wording.runs(found.effect.records)),
+        ]
+        for found in view.controls
+    ]
+    blocks: list[Block] = [
+        Paragraph(
+            "Whatever b = 4 gains on digits with wrong labels could have another reason: shorter "
+            "steps, clipping of any kind, the number of micro-batches. Each row compares it with a "
+            "way to train that has that reason and not the other, tuned in the same way. Training "
+            "without the wrong labels is the most that could be hoped for."
+        ),
+        Table(
+            "controls",
+            "Is clipping better than what could explain it?",
+            ("comparison", "gain (95 % interval)", "better?", "runs"),
+            rows,
+        ),
+    ]
+    for name in ("digits", "digits-sgd"):
+        arms = [row.arm.name for row in view.done(name)]
+        blocks.append(arms_table(view, name, arms, key="all"))
+    return Section("controls", "Controls", blocks)
+
+
+def tuning(view: View) -> Section:
+    """Return which values were tried, and which one was taken."""
+    rows = [
+        [
+            Cell(wording.named(task)),
+            Cell(trial.arm),
+            Cell(trial.tuned.replace("_", " ")),
+            Cell(wording.number(trial.value), trial.value),
+            Cell("diverged" if trial.score is None else f"{trial.score:.2f}", trial.score),
+            Cell("taken" if trial.is_chosen else "", marked=trial.is_chosen),
+            Cell(wording.runs(trial.records)),
+        ]
+        for task, trials in view.trials.items()
+        for trial in trials
+    ]
+    said = Paragraph(
+        "Every arm has one number that is chosen on validation data, on seeds that are used for "
+        "nothing else: its learning rate, or the bound it clips to. If the best is the first or "
+        "the last one tried, the grid grows. Test data plays no part in it."
+    )
+    if not rows:
+        return Section("tuning", "Tuning", [said, Paragraph("Not run yet.", "note")])
+    table = Table(
+        "tuning",
+        "Mean best validation figure by value, in %",
+        ("task", "arm", "number", "value", "score", "", "runs"),
+        rows,
+        (False, False, False, True, True, False, False),
+        sortable=True,
+        filterable=True,
+    )
+    return Section("tuning", "Tuning", [said, table])
+
+
+def wrong(view: View) -> Section:
+    """Return what the paper gets wrong, and how that can be checked."""
+    statements = [
+        [
+            Cell(claim.says),
+            Cell(claim.where),
+            Cell(wording.number(claim.left)),
+            Cell({"<=": "≤", "==": "="}.get(claim.relation, claim.relation)),
+            Cell(wording.number(claim.right)),
+        ]
+        for claim in failing_statements()
+    ]
+    others = [
+        [Cell(remark.where), Cell(remark.what), Cell(remark.how_we_know)]
+        for remark in errata.remarks(view.study, view.records)
+    ]
+    return Section(
+        "wrong",
+        "What the paper gets wrong, and how we know",
+        [
+            Paragraph(
+                "The idea of the paper is a good one, and simple enough to be checked line by "
+                "line; that is the reason why this list could be made. It is about proofs and "
+                "tables, and says nothing of whether clipping works: that is what the verdicts are "
+                "for. All of it can be checked with microclip theory --claims, or "
+                "with pencil and paper."
+            ),
+            Table(
+                "statements",
+                "Statements that fail: an instance of each, with both sides of what is claimed",
+                ("it is stated that", "where", "left", "claimed", "right"),
+                statements,
+                (False, False, True, False, True),
+            ),
+            Table("remarks", "Other remarks", ("where", "what", "how we know"), others),
+        ],
+    )
+
+
+def full_scale(view: View) -> Section:
+    """Return what the paper's own scale would take."""
+    return Section(
+        "full-scale",
+        "What would be needed at full scale",
+        [
+            Paragraph(
+                "Everything here is small: models of thousands to some million parameters, minutes "
+                "of training, data made or taken so that draggers are known. A verdict is about "
+                "this scale. Large models memorise more, and see each example fewer times, so "
+                "effects may differ in either direction."
+            ),
+            Table(
+                "full-scale-table",
+                "The paper's experiments, there, here, and what they would take",
+                ("experiment", "there", "here", "what it would take"),
+                [
+                    [Cell(one.what), Cell(one.there), Cell(one.here), Cell(one.needs)]
+                    for one in errata.undertakings()
+                ],
+            ),
+        ],
+    )
+
+
+def again(view: View) -> Section:
+    """Return how to do it again, and what it was done with."""
+    found = environments(view.records)
+    names = [name for name in dict.fromkeys(n for kind in found for n in kind) if name != "runs"]
+    hours = core_seconds(view.records) / 3600
+    blocks: list[Block] = [
+        Paragraph(
+            f"All of it: {COMMAND}. One run again, compared with its record bit by bit: microclip "
+            "reproduce --out results --again ID, with an id from any table of this page, or "
+            "random. Page and results.json from the records alone: microclip reproduce --out "
+            "results --only-page. On the same class of machine with the same versions, figures and "
+            "weights come out the same to the last bit; elsewhere they may differ in rounding, "
+            "which training can amplify."
+        ),
+        Paragraph(f"The runs took {hours:.1f} hours on one core each, one thread per run."),
+    ]
+    if found:
+        rows = [
+            [Cell(name), *(Cell(str(kind.get(name, "-"))) for kind in found)]
+            for name in [*names, "runs"]
+        ]
+        blocks.append(
+            Table(
+                "made-with",
+                "Versions and classes of machines that runs were done with",
+                ("", *("with" for _ in found)),
+                rows,
+            )
+        )
+    return Section("again", "How to do it again", blocks)
+
+
+def every_run(view: View) -> Section:
+    """Return all records by id."""
+    rows = []
+    for record in sorted(view.records.values(), key=lambda record: record.id):
+        task = next((t for t in view.study.tasks if t.name == record.job.task), None)
+        if task is None:
+            continue
+        headline = task.recipe.headline
+        figures = [record.figure(prefix + headline) for prefix in ("best_validation_", BEST, LAST)]
+        rows.append(
+            [
+                Cell(record.id),
+                Cell(record.job.stage),
+                *(
+                    Cell("-" if f != f else f"{100 * f:.2f}", None if f != f else f)
+                    for f in figures
+                ),
+                Cell("diverged" if record.diverged else "", marked=bool(record.diverged)),
+                Cell(f"{record.made.get('seconds', 0):.0f}", record.made.get("seconds", 0)),
+                Cell(record.weights[:FINGERPRINT] or "-"),
+            ]
+        )
+    if not rows:
+        return Section("every-run", "Every run", [Paragraph("Not run yet.", "note")])
+    return Section(
+        "every-run",
+        "Every run",
+        [
+            Paragraph(
+                "Each has a file of its own, runs/ID.json beside this page, with everything it was "
+                "done with. Figures are accuracies or WER in %.",
+                "note",
+            ),
+            Table(
+                "every-run-table",
+                "Records by id",
+                (
+                    "id",
+                    "stage",
+                    "best validation",
+                    "test, best checkpoint",
+                    "test, last step",
+                    "",
+                    "seconds",
+                    "weights",
+                ),
+                rows,
+                (False, False, True, True, True, False, True, False),
+                sortable=True,
+                filterable=True,
+                sorted_by=0,
+            ),
+        ],
+    )

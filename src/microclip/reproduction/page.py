@@ -1,0 +1,77 @@
+"""The page of the reproduction: one file that needs nothing else, verdicts first."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import microclip
+from microclip.files import write_whole
+from microclip.report.blocks import Page
+from microclip.report.page import render
+from microclip.reproduction import appendix, sections
+from microclip.reproduction.records import Records
+from microclip.reproduction.results import progress
+from microclip.reproduction.study import Study
+from microclip.reproduction.view import View
+from microclip.reproduction.wording import listed
+
+FILE = "reproduction.html"
+TITLE = "Micro-batch clipping, reproduced at a small scale"
+
+
+def write_page(study: Study, records: Records, out: Path) -> Path:
+    """Write out/reproduction.html."""
+    out.mkdir(parents=True, exist_ok=True)
+    path = out / FILE
+    write_whole(path, render(assemble(View(study, records))))
+    return path
+
+
+def assemble(view: View) -> Page:
+    """Put the sections in order; those whose runs are missing say so."""
+    return Page(
+        title=TITLE,
+        verdict=opening(view),
+        sections=[
+            sections.verdicts(view),
+            sections.table_1(view),
+            sections.figure_1(view),
+            sections.table_2(view),
+            sections.table_3(view),
+            sections.table_4(view),
+            *sections.tables_5_and_6(view),
+            sections.beyond(view),
+            appendix.controls(view),
+            appendix.tuning(view),
+            appendix.wrong(view),
+            appendix.full_scale(view),
+            appendix.again(view),
+            appendix.every_run(view),
+        ],
+        made_by=f"Made by microclip {microclip.__version__} with microclip reproduce.",
+    )
+
+
+def opening(view: View) -> list[str]:
+    """Return the sentences that stand above everything."""
+    said = [
+        "Revisit Micro-batch Clipping (Lun Wang, ICLR 2025, arXiv 2408.16204), its experiments on "
+        "two cores, with controls. Null results are results."
+    ]
+    for by, whose in (("paper", "the paper's"), ("microclip", "our own")):
+        found = [one for one in view.claims if one.claim.by == by]
+        counts = Counter(one.verdict for one in found)
+        words = [f"{count} {verdict}" for verdict, count in sorted(counts.items())]
+        said.append(f"Of {whose} {len(found)} claims: {listed(words)}.")
+    runs = progress(view.study, view.records)
+    if runs["done"] < runs["expected"]:
+        said.append(
+            f"{runs['done']} of {runs['expected']} runs are done: everything here is preliminary."
+        )
+    if not view.is_the_plan:
+        said.append(
+            "These runs are shorter than the plan's, only to show that everything works: the "
+            "verdicts mean nothing."
+        )
+    return said

@@ -1,0 +1,82 @@
+"""What page and document are made from: the records, judged and tabulated once."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from microclip.report.statistics import Estimate
+from microclip.reproduction import tables
+from microclip.reproduction.effects import Effect, effect
+from microclip.reproduction.quantities import Quantity
+from microclip.reproduction.records import Records
+from microclip.reproduction.study import Study
+from microclip.reproduction.tables import ArmRow, Ratio, Trial
+from microclip.reproduction.tasks import Task, tasks
+from microclip.reproduction.verdicts import ClaimVerdict, PartVerdict, controls, judge
+
+
+@dataclass(frozen=True, eq=False)
+class View:
+    """A study with its records."""
+
+    study: Study
+    records: Records
+
+    @functools.cached_property
+    def claims(self) -> tuple[ClaimVerdict, ...]:
+        """The verdicts."""
+        return judge(self.study, self.records)
+
+    @functools.cached_property
+    def controls(self) -> tuple[PartVerdict, ...]:
+        """The controls."""
+        return controls(self.study, self.records)
+
+    @functools.cached_property
+    def rows(self) -> Mapping[str, list[ArmRow]]:
+        """The arms by task."""
+        return {t.name: tables.arm_rows(self.study, self.records, t) for t in self.study.tasks}
+
+    @functools.cached_property
+    def trials(self) -> Mapping[str, list[Trial]]:
+        """What was tuned, by task."""
+        return {t.name: tables.trials(self.study, self.records, t) for t in self.study.tasks}
+
+    @functools.cached_property
+    def curves(self) -> Mapping[str, dict[str, dict[int, Estimate]]]:
+        """Validation figures by task, arm and step."""
+        return {t.name: tables.curves(self.study, self.records, t) for t in self.study.tasks}
+
+    @functools.cached_property
+    def moments(self) -> Mapping[str, dict[str, dict[int, dict[str, Estimate]]]]:
+        """Figures of gradients by task, arm, step and name."""
+        return {t.name: tables.moments(self.study, self.records, t) for t in self.study.tasks}
+
+    @functools.cached_property
+    def ratios(self) -> Mapping[str, list[Ratio]]:
+        """The two c-hats by task."""
+        return {t.name: tables.ratios(self.study, self.records, t) for t in self.study.tasks}
+
+    @functools.cached_property
+    def is_the_plan(self) -> bool:
+        """Whether tasks are those of the default plan; verdicts on smaller ones mean nothing."""
+        whole = {task.name: task for task in tasks()}
+        return all(whole.get(task.name) == task for task in self.study.tasks)
+
+    def task(self, name: str) -> Task:
+        """Return a task."""
+        return self.study.task(name)
+
+    def claim(self, name: str) -> ClaimVerdict:
+        """Return the verdict on a claim."""
+        return next(found for found in self.claims if found.claim.id == name)
+
+    def effect(self, quantity: Quantity) -> Effect | None:
+        """Return an effect that no claim speaks of."""
+        return effect(self.study, self.records, quantity)
+
+    def done(self, task: str) -> list[ArmRow]:
+        """Return the arms of a task that have been run, or cannot be."""
+        return [row for row in self.rows.get(task, ()) if row.figures or row.is_lost]
