@@ -71,6 +71,7 @@ class Table:
     filterable: bool = False
     sorted_by: int = -1  # the column that rows come sorted by
     download: str = ""  # a data URI
+    wide: bool = False  # words stay whole, and the reader scrolls sideways if need be
     block: str = "table"
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from microclip.report.blocks import Block, Cell, Paragraph, Section, Table
 from microclip.reproduction import errata, wording
+from microclip.reproduction.arms import PLAIN
 from microclip.reproduction.results import COMMAND, core_seconds, environments
-from microclip.reproduction.sections import arms_table
+from microclip.reproduction.sections import SIZES, arms_table
 from microclip.reproduction.tables import BEST, LAST
 from microclip.reproduction.theory_part import failing_statements
 from microclip.reproduction.verdicts import told
@@ -38,11 +39,13 @@ def controls(view: View) -> Section:
             "Is clipping better than what could explain it?",
             ("comparison", "gain (95 % interval)", "better?", "runs"),
             rows,
+            wide=True,
         ),
     ]
     for name in ("digits", "digits-sgd"):
-        arms = [row.arm.name for row in view.done(name)]
-        blocks.append(arms_table(view, name, arms, key="all"))
+        others = [row.arm.name for row in view.done(name)]
+        arms = dict.fromkeys([PLAIN, *SIZES, *others])
+        blocks.append(arms_table(view, name, list(arms), key="all"))
     return Section("controls", "Controls", blocks)
 
 
@@ -76,6 +79,7 @@ def tuning(view: View) -> Section:
         (False, False, False, True, True, False, False),
         sortable=True,
         filterable=True,
+        wide=True,
     )
     return Section("tuning", "Tuning", [said, table])
 
@@ -113,8 +117,9 @@ def wrong(view: View) -> Section:
                 ("it is stated that", "where", "left", "claimed", "right"),
                 statements,
                 (False, False, True, False, True),
+                wide=True,
             ),
-            Table("remarks", "Other remarks", ("where", "what", "how we know"), others),
+            Table("remarks", "Other remarks", ("where", "what", "how we know"), others, wide=True),
         ],
     )
 
@@ -139,6 +144,7 @@ def full_scale(view: View) -> Section:
                     [Cell(one.what), Cell(one.there), Cell(one.here), Cell(one.needs)]
                     for one in errata.undertakings()
                 ],
+                wide=True,
             ),
         ],
     )
@@ -227,6 +233,7 @@ def every_run(view: View) -> Section:
                 sortable=True,
                 filterable=True,
                 sorted_by=0,
+                wide=True,
             ),
         ],
     )

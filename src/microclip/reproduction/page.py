@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from pathlib import Path
 
 import microclip
@@ -18,6 +17,13 @@ from microclip.reproduction.wording import listed
 
 FILE = "reproduction.html"
 TITLE = "Micro-batch clipping, reproduced at a small scale"
+
+VERDICTS = {  # of one claim, and of several
+    "holds": ("holds", "hold"),
+    "does not hold": ("does not hold", "do not hold"),
+    "undecided": ("is undecided", "are undecided"),
+    "not looked at": ("is not run yet", "are not run yet"),
+}
 
 
 def write_page(study: Study, records: Records, out: Path) -> Path:
@@ -59,11 +65,15 @@ def opening(view: View) -> list[str]:
         "Revisit Micro-batch Clipping (Lun Wang, ICLR 2025, arXiv 2408.16204), its experiments on "
         "two cores, with controls. Null results are results."
     ]
-    for by, whose in (("paper", "the paper's"), ("microclip", "our own")):
-        found = [one for one in view.claims if one.claim.by == by]
-        counts = Counter(one.verdict for one in found)
-        words = [f"{count} {verdict}" for verdict, count in sorted(counts.items())]
-        said.append(f"Of {whose} {len(found)} claims: {listed(words)}.")
+    for by, whose in (("paper", "The paper's claims"), ("microclip", "Our own")):
+        found: dict[str, list[str]] = {}
+        for one in view.claims:
+            if one.claim.by == by:
+                found.setdefault(one.verdict, []).append(one.claim.id)
+        words = [
+            f"{listed(found[v])} {VERDICTS[v][len(found[v]) > 1]}" for v in VERDICTS if v in found
+        ]
+        said.append(f"{whose}, at this scale: {'; '.join(words)}.")
     runs = progress(view.study, view.records)
     if runs["done"] < runs["expected"]:
         said.append(

@@ -44,6 +44,7 @@ def verdicts(view: View) -> Section:
                 "What is claimed, there and here",
                 ("claim", "in the paper", "here: effect (95 % interval)", "verdict here"),
                 rows,
+                wide=True,
             ),
             Paragraph(
                 "C1 to C7 are the paper's claims, M1 to M4 our own. What would bear each one out "
@@ -141,6 +142,7 @@ def table_2(view: View) -> Section:
                     ("test-other", "3.99 ± 0.01", "4.86 ± 0.24", "3.80 ± 0.05", "4.03 ± 0.03"),
                 )
             ],
+            (False, *(True,) * 4),
         )
     ]
     choices = {}
@@ -230,6 +232,7 @@ def table_4(view: View) -> Section:
                 [Cell(text) for text in row]
                 for row in (("plain", "81.8", "95.8"), ("b = 32 of 4096", "83.3", "96.8"))
             ],
+            (False, True, True),
         )
     ]
     for name in ("cifar10n", "digits", "digits-sgd"):
@@ -323,6 +326,7 @@ def arms_table(
     found = view.task(task)
     headline = found.recipe.headline
     kind = "WER" if found.recipe.lower_is_better else "accuracy"
+    any_diverged = any(row.diverged for row in shown)
     more = [each for each in more if any(each[1] in row.figures for row in shown)]
     return Table(
         f"{key}-{task}",
@@ -336,7 +340,7 @@ def arms_table(
             *(name for name, _ in more),
             "last step",
             "gain, last",
-            "diverged",
+            *(("diverged",) if any_diverged else ()),
             "runs",
         ),
         [
@@ -344,17 +348,18 @@ def arms_table(
                 Cell(row.arm.name),
                 Cell(row.arm.about),
                 Cell(tuned(row)),
-                Cell(wording.spread(row.figures.get(BEST + headline))),
+                Cell(wording.percent(row.figures.get(BEST + headline))),
                 _gain(row, row.gain),
-                *(Cell(wording.spread(row.figures.get(figure))) for _, figure in more),
-                Cell(wording.spread(row.figures.get(LAST + headline))),
+                *(Cell(wording.percent(row.figures.get(figure))) for _, figure in more),
+                Cell(wording.percent(row.figures.get(LAST + headline))),
                 _gain(row, row.last_gain),
-                Cell(f"{len(row.diverged)} of {len(row.records)}"),
+                *((Cell(f"{len(row.diverged)} of {len(row.records)}"),) if any_diverged else ()),
                 Cell(wording.runs(row.records)),
             ]
             for row in shown
         ],
-        (False, False, False, *(True,) * (4 + len(more)), False, False),
+        (False, False, False, *(True,) * (4 + len(more) + any_diverged), False),
+        wide=True,
     )
 
 
@@ -368,6 +373,7 @@ def evidence(view: View, claim: str) -> Block:
         f"{claim}, {found.claim.title[0].lower()}{found.claim.title[1:]}: {found.verdict}",
         ("quantity", "effect (95 % interval)", "expected", "came out", "role", "runs"),
         rows,
+        wide=True,
     )
 
 
@@ -417,8 +423,8 @@ def _gain(row: ArmRow, found: Effect | None) -> Cell:
 def _rates(table: RateTable, place: int) -> list[Block]:
     given = ", ".join(f"{name} = {value:g}" for name, value in table.inputs.items())
     least = {
-        "theorem's update": min(table.rows, key=lambda row: row.unit).b,
-        "Algorithm 1": min(table.rows, key=lambda row: row.smallest).b,
+        "update of the theorem (Unit)": min(table.rows, key=lambda row: row.unit).b,
+        "Algorithm 1 (MinNorm)": min(table.rows, key=lambda row: row.smallest).b,
     }
     bests = [
         f"the bound {name} has its least at b = {b}" if b else f"the bound {name} applies to no b"
@@ -427,7 +433,7 @@ def _rates(table: RateTable, place: int) -> list[Block]:
             ("as corrected", table.best["corrected"]),
         )
     ]
-    bests += [f"the {name} measures least at b = {b}" for name, b in least.items()]
+    bests += [f"the simulated {name} is best at b = {b}" for name, b in least.items()]
     return [
         Table(
             f"rates-{place}",
@@ -436,9 +442,9 @@ def _rates(table: RateTable, place: int) -> list[Block]:
                 "b",
                 "printed",
                 "corrected",
-                "corrected, symmetric noise",
-                "measured, theorem's update",
-                "measured, Algorithm 1",
+                "symmetric noise",
+                "measured: Unit",
+                "measured: MinNorm",
             ),
             [
                 [
@@ -502,6 +508,7 @@ def _cosine_table(view: View) -> Block:
         ),
         rows,
         (False, *(True,) * 6),
+        wide=True,
     )
 
 
@@ -537,12 +544,12 @@ def _ratio_table(view: View, task: str) -> Block:
                 Cell(row.arm),
                 Cell(str(row.size)),
                 *(
-                    Cell(wording.spread(where.get(orientation)))
+                    Cell(wording.spread(where.get(orientation), places=3))
                     for orientation in ("dragger_over_benign", "benign_over_dragger")
                     for where in (row.at_step, row.at_loss)
                 ),
                 *(
-                    Cell(wording.spread(list(by_step[row.arm].values())[-1].get(name)))
+                    Cell(wording.spread(list(by_step[row.arm].values())[-1].get(name), places=3))
                     for name in ("loss_benign", "loss_draggers")
                 ),
                 Cell(wording.runs(row.records)),
@@ -550,6 +557,7 @@ def _ratio_table(view: View, task: str) -> Block:
             for row in rows
         ],
         (False, *(True,) * 7, False),
+        wide=True,
     )
 
 
@@ -563,7 +571,7 @@ def _domain_table(view: View) -> Block:
         found = []
         for domain in domains:
             figure = f"{BEST}accuracy_{domain}"
-            reached = wording.spread(row.figures.get(figure))
+            reached = wording.percent(row.figures.get(figure))
             if row.arm.name == PLAIN:
                 found += [Cell(reached), Cell("-")]
                 continue
@@ -590,11 +598,12 @@ def _domain_table(view: View) -> Block:
                 Cell(row.arm.name),
                 Cell(row.arm.about),
                 Cell(tuned(row)),
-                Cell(wording.spread(row.figures.get(BEST + "accuracy"))),
+                Cell(wording.percent(row.figures.get(BEST + "accuracy"))),
                 *cells(row),
                 Cell(wording.runs(row.records)),
             ]
             for row in rows
         ],
         (False, False, False, *(True,) * (1 + 2 * len(domains)), False),
+        wide=True,
     )

@@ -34,8 +34,8 @@ def named(task: str) -> str:
 def spread(found: Estimate | None, *, sign: bool = False, places: int | None = None) -> str:
     """Return a mean with half of its interval.
 
-    >>> spread(Estimate(95.125, 94.5, 95.75, 8)), spread(Estimate(0.5, 0.4, 0.6, 5), sign=True)
-    ('95.12 ± 0.62', '+0.50 ± 0.10')
+    >>> spread(Estimate(95.125, 94.5, 95.75, 8)), spread(Estimate(0.5, 0.3, 0.7, 5), sign=True)
+    ('95.12 ± 0.62', '+0.50 ± 0.20')
     """
     if found is None:
         return "-"
@@ -47,11 +47,20 @@ def spread(found: Estimate | None, *, sign: bool = False, places: int | None = N
     return f"{found.mean:{form}.{digits}f} ± {half:.{digits}f}"
 
 
+def percent(found: Estimate | None) -> str:
+    """Return an accuracy or an error rate.
+
+    >>> percent(Estimate(95.125, 95.1, 95.15, 8))
+    '95.12 ± 0.03'
+    """
+    return spread(found, places=2)
+
+
 def gain(found: Effect | None) -> str:
     """Return an effect as tables have it; what diverged is said."""
     if found is None:
         return NOT_YET
-    said = "no figure" if found.estimate is None else spread(found.estimate, sign=True)
+    said = "no figure" if found.estimate is None else spread(found.estimate, sign=True, places=2)
     return said + (" (diverged)" if found.diverged or found.left_out else "")
 
 
