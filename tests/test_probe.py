@@ -278,6 +278,14 @@ def test_figure_1_and_c_hat_by_hand():
         assert part in text
 
 
+def test_a_sample_of_one_example_has_no_pair():
+    """Of three draggers, every ninth sample is one of them three times."""
+    rows = torch.randn(8, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    found = look_at(rows @ rows.T, torch.tensor([1, 1, 1, 0, 0, 0, 0, 0]), resamplings=200)
+    assert found.dragger_dragger is not None
+    assert -1 <= found.dragger_dragger.low <= found.dragger_dragger.high <= 1
+
+
 def test_draggers_of_a_probe():
     task = Task()
     found = task.probe(draws=16)

@@ -157,10 +157,14 @@ def _mean(values: Tensor, counts: Tensor) -> Tensor:
 
 
 def _over_pairs(values: Tensor, one: Tensor, other: Tensor) -> Tensor:
-    """Return means over pairs of different examples; copies of one are no pair."""
+    """Return means over pairs of different examples; copies of one are no pair.
+
+    A sample that is one example over and over has no pair: NaN, which intervals pass over.
+    """
     same = one * other
     total = ((one @ values) * other).sum(1) - same @ values.diagonal()
-    return total / (one.sum(1) * other.sum(1) - same.sum(1))
+    pairs = one.sum(1) * other.sum(1) - same.sum(1)
+    return total / pairs.masked_fill(pairs == 0, math.nan)
 
 
 def _spread(cosines: Tensor, rows: Tensor, columns: Tensor) -> float:
