@@ -207,6 +207,7 @@ def _clean_digits() -> Task:
         about="The same digits with all labels right: what clipping costs when nothing drags",
         recipe=replace(digits.recipe, noise=0.0),
         arms=(_plain(), *_sizes(1, 4), clipped(1, "Unit")),
+        tuning_seeds=1,
     )
 
 
@@ -233,6 +234,7 @@ def _digits_by_sgd() -> Task:
             ),
             *_replays("b4", training.batch_size),
         ),
+        tuning_seeds=1,
     )
 
 
@@ -270,7 +272,6 @@ def _speech() -> Task:
             *_sizes(1, 2, 4, 8, looks_inside=True),
             _whole_batch(training.batch_size),
             clipped(1, "Unit"),
-            clipped(4, "Unit"),
             Arm("oracle", "plain training without canaries", recipe={"canaries": 0.0}),
             clipped(
                 4,
@@ -296,7 +297,7 @@ def _mixture() -> Task:
         (1e-3, 3e-3, 9e-3),
         (
             _plain(),
-            *_sizes(1, 4),
+            clipped(4),
             clipped(
                 4,
                 name="b4-by-domain",
@@ -311,7 +312,6 @@ def _mixture() -> Task:
                 rate_of=PLAIN,
                 shares_of="b4-by-domain",
             ),
-            clipped(4, "Unit"),
         ),
         seconds=120,
     )
@@ -325,7 +325,7 @@ def _movie() -> Task:
         name="movie",
         about="VADER's largest domain alone, each sentence with the label of one rater",
         recipe=replace(mixture.recipe, training_shares=(), domains=("movie",)),
-        arms=(_plain(), *_sizes(1, 4, 8)),
+        arms=(_plain(), *_sizes(4, 8)),
     )
 
 
