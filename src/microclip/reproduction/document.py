@@ -5,6 +5,7 @@ Figures are on the page only, and so are tuning and the list of every run.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -18,6 +19,10 @@ from microclip.reproduction.view import View
 
 PAGE = "../results/reproduction.html"
 RESULTS = "../results/results.json"
+COMMAND = re.compile(  # else two hyphens become a dash
+    r"(microclip (?:theory --claims|train \w+ --preset paper --data \w+|reproduce"
+    r"(?: --out results)(?: --again ID| --only-page)?))"
+)
 NOTE = "<!-- Made from the records by microclip.reproduction.document; do not edit by hand. -->"
 
 
@@ -101,7 +106,7 @@ def _table(table: Table) -> str:
                 for cell, text in zip(cells, texts, strict=True)
             )
         )
-    return f"{_text(table.caption)}\n\n" + "\n".join(lines)
+    return f"**{_text(table.caption)}**\n\n" + "\n".join(lines)
 
 
 def _row(cells: Iterable[str]) -> str:
@@ -114,6 +119,13 @@ def _text(text: str) -> str:
     >>> _text("|g| < 1, a_b\\nnext")
     '\\\\|g\\\\| &lt; 1, a\\\\_b<br>next'
     """
+    found = COMMAND.split(text)  # what is between commands, then a command, and so on
+    return "".join(
+        f"`{part}`" if place % 2 else _without_marks(part) for place, part in enumerate(found)
+    )
+
+
+def _without_marks(text: str) -> str:
     for character in "\\`*_[]|$":
         text = text.replace(character, f"\\{character}")
     text = text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
