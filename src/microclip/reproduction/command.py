@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from microclip.demo.progress import Status, progress
+from microclip.recipes.config import SettingError
 from microclip.recipes.sweep.crew import oversee
 from microclip.recipes.sweep.fleet import cores, is_worker, leave_with_parent
 from microclip.recipes.sweep.register import Register
@@ -50,7 +51,10 @@ def show(
         run(study, out, config.storage_url, config.workers or cores(), again, log)
         if is_worker():
             return
-    publish(study, Shelf(out).records(), out, console)
+    records = Shelf(out).records()
+    if not records:
+        raise SettingError(f"{out} holds no records, so there is nothing to make a page of.")
+    publish(study, records, out, console)
 
 
 def study_of(config: ReproduceConfig) -> Study:
@@ -104,12 +108,14 @@ def announcement(study: Study, records: Records, workers: int) -> str:
     if not left:
         return f"All {len(jobs)} runs have their records; nothing is to be trained."
     hours = sum(study.work(job) for job in left) / 3600
+    names = ", ".join(task.name for task in study.tasks)
+    more = ", and some more if the best learning rates are the last ones tried"
+    grows = any(task.growth for task in study.tasks)
     done = f" {len(jobs) - len(left)} of them have their records already." if records else ""
     return (
-        f"{len(study.tasks)} tasks, {len(jobs)} runs, perhaps some more where the best learning "
-        f"rate is the last one tried.{done} About {hours:.2g} hours on one core are left, and "
-        f"{workers} are used. Ctrl-C is safe: what is finished is kept, and the same command goes "
-        "on."
+        f"{len(jobs)} runs{more if grows else ''}, of {names}.{done} What is left takes about "
+        f"{hours:.2g} core-hours; {workers} side by side. Ctrl-C is safe: what is finished is "
+        "kept, and the same command goes on."
     )
 
 
