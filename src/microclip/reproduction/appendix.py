@@ -74,7 +74,7 @@ def tuning(view: View) -> Section:
     table = Table(
         "tuning",
         "Mean best validation figure by value, in %",
-        ("task", "arm", "number", "value", "score", "", "runs"),
+        ("task", "arm", "number", "value", "score", "choice", "runs"),
         rows,
         (False, False, False, True, True, False, False),
         sortable=True,
@@ -224,7 +224,7 @@ def every_run(view: View) -> Section:
                     "best validation",
                     "test, best checkpoint",
                     "test, last step",
-                    "",
+                    "end",
                     "seconds",
                     "weights",
                 ),

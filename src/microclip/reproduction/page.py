@@ -12,7 +12,7 @@ from microclip.reproduction import appendix, sections
 from microclip.reproduction.records import Records
 from microclip.reproduction.results import progress
 from microclip.reproduction.study import Study
-from microclip.reproduction.view import View
+from microclip.reproduction.view import View, is_the_plan
 from microclip.reproduction.wording import listed
 
 FILE = "reproduction.html"
@@ -62,8 +62,8 @@ def assemble(view: View) -> Page:
 def opening(view: View) -> list[str]:
     """Return the sentences that stand above everything."""
     said = [
-        "Revisit Micro-batch Clipping (Lun Wang, ICLR 2025, arXiv 2408.16204), its experiments on "
-        "two cores, with controls. Null results are results."
+        "Revisit Micro-batch Clipping (Lun Wang, ICLR 2025, arXiv 2408.16204), its experiments at "
+        "the scale of two cores and a night, with controls. Null results are results."
     ]
     for by, whose in (("paper", "The paper's claims"), ("microclip", "Our own")):
         found: dict[str, list[str]] = {}
@@ -79,7 +79,7 @@ def opening(view: View) -> list[str]:
         said.append(
             f"{runs['done']} of {runs['expected']} runs are done: everything here is preliminary."
         )
-    if not view.is_the_plan:
+    if not is_the_plan(view.study):
         said.append(
             "These runs are shorter than the plan's, only to show that everything works: the "
             "verdicts mean nothing."

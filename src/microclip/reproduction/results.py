@@ -25,6 +25,7 @@ from microclip.reproduction.study import Study
 from microclip.reproduction.tasks import Task
 from microclip.reproduction.theory_part import failing_statements, rate_tables
 from microclip.reproduction.verdicts import ClaimVerdict, PartVerdict, controls, judge, told
+from microclip.reproduction.view import is_the_plan
 
 FILE = "results.json"
 FORMAT = 1
@@ -45,6 +46,7 @@ def summary(study: Study, records: Records) -> dict[str, Any]:
     return {
         "format": FORMAT,
         "command": COMMAND,
+        "plan": "default" if is_the_plan(study) else "shorter",
         "runs": progress(study, records),
         "core_seconds": core_seconds(records),
         "made_with": environments(records),
@@ -128,6 +130,7 @@ def _task(study: Study, records: Records, task: Task) -> dict[str, Any]:
         "tuning": [asdict(trial) for trial in tables.trials(study, records, task)],
         "curves": tables.curves(study, records, task),
         "moments": tables.moments(study, records, task),
+        "domain_weights": tables.domain_weights(study, records, task),
         "ratios": [asdict(ratio) for ratio in tables.ratios(study, records, task)],
     }
 

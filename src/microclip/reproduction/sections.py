@@ -286,6 +286,7 @@ def beyond(view: View) -> Section:
                 "rescaled to the smallest norm of its own domain. Part of what that does is to "
                 "give domains other weights, so plain training with those weights is a control.",
             ),
+            *_weights(view),
             evidence(view, "M1"),
             Paragraph(
                 "Other rules at small b. MinNorm rescales every gradient to the shortest one, "
@@ -607,3 +608,18 @@ def _domain_table(view: View) -> Block:
         (False, False, False, *(True,) * (1 + 2 * len(domains)), False),
         wide=True,
     )
+
+
+def _weights(view: View) -> list[Block]:
+    found = view.domain_weights.get("mixture", {})
+    if not found:
+        return []
+    domains = list(next(iter(found.values())))
+    rows = [
+        [Cell(arm), *(Cell(wording.spread(weights[domain])) for domain in domains)]
+        for arm, weights in found.items()
+    ]
+    caption = "mixture: what an example of each domain weighed on average; 1 is the average example"
+    return [
+        Table("domain-weights", caption, ("arm", *domains), rows, (False, *(True,) * len(domains)))
+    ]

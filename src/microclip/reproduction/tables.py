@@ -186,6 +186,22 @@ def ratios(study: Study, records: Records, task: Task) -> list[Ratio]:
     return found
 
 
+def domain_weights(study: Study, records: Records, task: Task) -> dict[str, dict[str, Estimate]]:
+    """Return what an example of each domain weighed on average, by arm; 1 is the average one."""
+    found = {}
+    for arm in task.arms:
+        weighed = [
+            record.domain_weights
+            for record in study.evaluated(task, arm, records).values()
+            if record.domain_weights
+        ]
+        if weighed:
+            found[arm.name] = {
+                domain: estimate([each[domain] for each in weighed]) for domain in weighed[0]
+            }
+    return found
+
+
 def looked_at(study: Study, records: Records, task: Task) -> tuple[int, int]:
     """Return the fewest draggers and benign examples that were compared at any moment; 0: none."""
     found = [

@@ -132,7 +132,7 @@ def _sentence(parts: tuple[PartVerdict, ...], verdict: Verdict) -> str:
 
 
 def _unit(found: Effect) -> str:
-    return {"points": "points", "halvings": "halvings", "cosine": "", "slope": ""}[found.unit]
+    return "points" if found.unit == "points" else ""  # the others are said in what it is about
 
 
 def _runs(count: int) -> str:

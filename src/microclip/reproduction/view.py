@@ -60,10 +60,11 @@ class View:
         return {t.name: tables.ratios(self.study, self.records, t) for t in self.study.tasks}
 
     @functools.cached_property
-    def is_the_plan(self) -> bool:
-        """Whether tasks are those of the default plan; verdicts on smaller ones mean nothing."""
-        whole = {task.name: task for task in tasks()}
-        return all(whole.get(task.name) == task for task in self.study.tasks)
+    def domain_weights(self) -> Mapping[str, dict[str, dict[str, Estimate]]]:
+        """What examples of a domain weighed, by task, arm and domain."""
+        return {
+            t.name: tables.domain_weights(self.study, self.records, t) for t in self.study.tasks
+        }
 
     def task(self, name: str) -> Task:
         """Return a task."""
@@ -80,3 +81,9 @@ class View:
     def done(self, task: str) -> list[ArmRow]:
         """Return the arms of a task that have been run, or cannot be."""
         return [row for row in self.rows.get(task, ()) if row.figures or row.is_lost]
+
+
+def is_the_plan(study: Study) -> bool:
+    """Say whether tasks are those of the default plan; verdicts on shorter ones mean nothing."""
+    whole = {task.name: task for task in tasks()}
+    return all(whole.get(task.name) == task for task in study.tasks)
