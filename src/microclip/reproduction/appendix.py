@@ -131,10 +131,9 @@ def full_scale(view: View) -> Section:
         "What would be needed at full scale",
         [
             Paragraph(
-                "Everything here is small: models of thousands to some million parameters, minutes "
-                "of training, data made or taken so that draggers are known. A verdict is about "
-                "this scale. Large models memorise more, and see each example fewer times, so "
-                "effects may differ in either direction."
+                "Everything here is small: the models, the minutes they train, and the data, made "
+                "or taken so that draggers are known. A verdict is about this scale; at another "
+                "one effects may be larger, smaller, or of the other sign."
             ),
             Table(
                 "full-scale-table",
@@ -142,7 +141,7 @@ def full_scale(view: View) -> Section:
                 ("experiment", "there", "here", "what it would take"),
                 [
                     [Cell(one.what), Cell(one.there), Cell(one.here), Cell(one.needs)]
-                    for one in errata.undertakings()
+                    for one in errata.undertakings(view.study)
                 ],
                 wide=True,
             ),

@@ -125,14 +125,14 @@ def remarks(study: Study, records: Records) -> tuple[Remark, ...]:
     )
 
 
-def undertakings() -> tuple[Undertaking, ...]:
-    """Return what the paper's own scale would take."""
+def undertakings(study: Study) -> tuple[Undertaking, ...]:
+    """Return what the paper's own scale would take, beside what was done here."""
     return (
         Undertaking(
             "Figures 1 and 2, Tables 2 and 3",
             "Conformer XL with 600 million parameters, pre-trained by BEST-RQ on LibriLight; "
             "LibriSpeech with canaries; B = 512, 20,000 steps; 3 runs",
-            "a small Conformer, words spoken by espeak-ng, B = 16, 1,000 steps; 5 seeds",
+            f"a small Conformer, words spoken by espeak-ng ({scale(study, 'speech')})",
             "a public checkpoint of that size (the paper's is not), LibriSpeech, accelerators for "
             "some 10 sizes and rules x 3 rates, then 5 seeds each: microclip train speech "
             "--preset paper --data LibriSpeech",
@@ -140,20 +140,29 @@ def undertakings() -> tuple[Undertaking, ...]:
         Undertaking(
             "Table 4",
             "DeiT-B on ImageNet, B = 4096, b = 32, 300 epochs; 1 run",
-            "a small ViT on CIFAR-10N at 16 x 16 pixels and on digits, B = 32, 1,500 steps; 5 and "
-            "6 seeds",
+            f"a small ViT on CIFAR-10N ({scale(study, 'cifar10n')}) and on digits "
+            f"({scale(study, 'digits')})",
             "ImageNet and 5 seeds x 2 arms of 300 epochs, after rates are chosen: microclip train "
             "vision --preset paper --data imagenet",
         ),
         Undertaking(
             "Tables 5 and 6",
             "T5 of unknown size, pre-trained on C4, on SuperGLUE, B = 2048, b = 16; 1 run",
-            "a small T5 from scratch on VADER's four domains in the ratio 20 : 4 : 2 : 1, B = 32, "
-            "800 steps; 5 seeds",
+            "a small T5 from scratch on VADER's four domains in the ratio 20 : 4 : 2 : 1 "
+            f"({scale(study, 'mixture')}), and on the largest alone ({scale(study, 'movie')})",
             "SuperGLUE, and seeds enough for CB and COPA, where one example is 1 to 2 points: "
             "microclip train language --preset paper --data SuperGLUE",
         ),
     )
+
+
+def scale(study: Study, name: str) -> str:
+    """Return how large a task is here, in words."""
+    for task in study.tasks:
+        if task.name == name:
+            how = task.training
+            return f"B = {how.batch_size}, {how.steps:,} steps, {task.seeds} seeds"
+    return "not part of these runs"
 
 
 def equal_weights(study: Study, records: Records) -> str:
