@@ -11,7 +11,7 @@ from rich.table import Table
 
 from microclip.demo.progress import Status, progress
 from microclip.recipes.config import SettingError
-from microclip.recipes.sweep.crew import oversee
+from microclip.recipes.sweep.crew import TrialError, oversee
 from microclip.recipes.sweep.fleet import cores, is_worker, leave_with_parent
 from microclip.recipes.sweep.register import Register
 from microclip.recipes.sweep.storage import open_storage, open_study
@@ -48,7 +48,10 @@ def show(
         return
     if not config.only_page:
         again = [sys.executable, "-m", "microclip", "reproduce", *config.arguments]
-        run(study, out, config.storage_url, config.workers or cores(), again, log)
+        try:
+            run(study, out, config.storage_url, config.workers or cores(), again, log)
+        except TrialError as error:
+            raise TrialError(f"{error}\nA page of the runs that are there: --only-page") from error
         if is_worker():
             return
     records = Shelf(out).records()
@@ -86,10 +89,10 @@ def run(
         return
     log.print(announcement(study, records, workers), soft_wrap=True, highlight=False)
     if study.missing(records):
-        worker = _worker(study, shelf, storage_url, _nobody)
         with progress(log) as report:
+            worker = _worker(study, shelf, storage_url, report)
             if workers == 1:
-                _worker(study, shelf, storage_url, report).work()
+                worker.work()
             else:
                 oversee(
                     *(study, worker.look, report, again, workers, work / LOGS),

@@ -151,8 +151,8 @@ class Register(Generic[J]):
             if job not in first:
                 self._write_down(job)
                 first = self._first(self._trials())
-            trial = first[job]
-            if trial.state == TrialState.WAITING and self._take(trial):
+            trial = first.get(job)  # somebody may have crossed it out at once
+            if trial is not None and trial.state == TrialState.WAITING and self._take(trial):
                 return Claim(self._id(trial), job)
         return None
 
