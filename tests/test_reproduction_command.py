@@ -20,6 +20,7 @@ from microclip.reproduction import worker
 from microclip.reproduction.again import NotTheSameError, do_again, find, made_otherwise
 from microclip.reproduction.agreement import OtherPlanError, check
 from microclip.reproduction.carry_out import carry_out, order_of
+from microclip.reproduction.claims import CLAIMS
 from microclip.reproduction.command import announcement, show
 from microclip.reproduction.config import TASKS, WORK, ReproduceConfig
 from microclip.reproduction.jobs import Job
@@ -229,21 +230,44 @@ def test_any_record_or_a_known_one(whole):
 # -------------------------------------------------------------------------------------- real tasks
 
 
-def test_what_is_seen_inside_survives_a_break(tmp_path):
+@pytest.fixture(scope="module")
+def digits():
+    """Return how a run of digits is done that looks inside, at the smallest scale."""
     plan = Study(tuple(task for task in tasks("smallest") if task.name == "digits"))
-    order = order_of(plan, Job("digits", "b4", "evaluation", 0.001, 200), {})
-    undisturbed = carry_out(order, tmp_path / "undisturbed")
+    return order_of(plan, Job("digits", "b4", "evaluation", 0.001, 200), {})
 
+
+@pytest.fixture(scope="module")
+def undisturbed(digits, tmp_path_factory):
+    """Return its record."""
+    return carry_out(digits, tmp_path_factory.mktemp("undisturbed") / "run")
+
+
+def test_what_is_seen_inside_survives_a_break(digits, undisturbed, tmp_path):
     def stumble(step, figures):
-        if step == 9:  # after three of the moments, on the way to the fourth
+        if step == 9:  # after four of the moments, on the way to the fifth
             raise RuntimeError("a power cut")
 
     with pytest.raises(RuntimeError, match="a power cut"):
-        carry_out(order, tmp_path / "broken", stumble)
-    taken_up = carry_out(order, tmp_path / "broken")
-    assert len(undisturbed.moments) == 6
+        carry_out(digits, tmp_path, stumble)
+    taken_up = carry_out(digits, tmp_path)
     assert [moment["step"] for moment in undisturbed.moments] == [1, 2, 4, 8, 14, 20]
+    assert len(undisturbed.course["bound"]) == 20
     assert replace(taken_up, made={}) == replace(undisturbed, made={})
+
+
+@pytest.mark.slow
+def test_a_page_is_made_of_the_records_that_are_there(undisturbed, tmp_path, capsys):
+    write(tmp_path, undisturbed)
+    assert main(["reproduce", "--smallest", "--out", str(tmp_path), "--only-page"]) == 0
+    said = capsys.readouterr().out
+    (page,) = tmp_path.glob("*.html")
+    assert str(page) in said
+    assert undisturbed.id in page.read_text()
+    assert undisturbed.id in (tmp_path / "results.json").read_text()
+    for claim in CLAIMS:
+        assert f" {claim.id} " in said
+    assert list(files(tmp_path)) == [path_of(tmp_path, undisturbed.job)]
 
 
 # ----------------------------------------------------------------------------------------- options
