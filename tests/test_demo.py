@@ -322,15 +322,16 @@ def test_a_rate_at_the_end_of_the_ladder_is_noted():
 # -------------------------------------------------------------------------- progress, pictures
 
 
-def test_a_log_gets_a_line_per_tenth_and_no_control_characters():
-    file, now = io.StringIO(), iter([0.0, 30.0, 33.0, 60.0])
-    lines = Lines(Console(file=file), Forecast(lambda: next(now)))
-    for done in (20, 50, 55, 80, 100):
+def test_a_log_gets_a_line_per_tenth_and_now_and_then_and_no_control_characters():
+    file, now = io.StringIO(), [0.0]
+    lines = Lines(Console(file=file), Forecast(lambda: now[0]))
+    for now[0], done in ((0.0, 20), (30.0, 50), (33.0, 55), (60.0, 80), (700.0, 81), (701.0, 100)):
         lines.show(Status(done // 10, 10, done, 100))
     assert file.getvalue().splitlines() == [
         "20 % (2 of 10 runs)",
         "50 % (5 of 10 runs), about 0.8 min left",
         "80 % (8 of 10 runs), about 0.3 min left",
+        "81 % (8 of 10 runs), about 3.6 min left",
         "100 % (10 of 10 runs)",
     ]
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+LONG = 600.0  # seconds without a line
 
 
 @dataclass(frozen=True)
@@ -87,19 +90,20 @@ class Bar:
 
 
 class Lines:
-    """One line per tenth of the work, without control characters."""
+    """One line per tenth of the work and every ten minutes, without control characters."""
 
     def __init__(self, console: Console, forecast: Forecast) -> None:
         self.console = console
         self.forecast = forecast
         self.tenths = -1
+        self.last = -math.inf  # when the last line was printed
 
     def show(self, status: Status) -> None:
-        """Print a line if another tenth is done."""
+        """Print a line if another tenth is done, or if nothing was said for long."""
         left = self.forecast(status)
-        tenths = int(10 * status.share)
-        if tenths > self.tenths:
-            self.tenths = tenths
+        tenths, now = int(10 * status.share), self.forecast.clock()
+        if tenths > self.tenths or now - self.last > LONG:
+            self.tenths, self.last = tenths, now
             self.console.print(
                 f"{100 * status.share:.0f} % ({status}){left}", soft_wrap=True, highlight=False
             )
