@@ -154,6 +154,23 @@ def test_some_tasks_alone_and_shorter_ones_make_a_page(opened, tmp_path):
 
 
 @needs_a_browser
+@pytest.mark.parametrize("seeds", [1, 2])
+def test_a_run_that_is_under_way_makes_a_page(opened, tmp_path, records, seeds):
+    study = plan("digits")
+    begun = {
+        job: each
+        for job, each in records.items()
+        if job.task == "digits"
+        and job.arm in ("plain", "b1")
+        and (job.stage == "tuning" or job.seed < 200 + seeds)
+    }
+    page = opened(write_page(study, begun, tmp_path))
+    shown = page.inner_text("#arms-digits")
+    assert ("not run yet" in shown) == (seeds == 1)  # of one seed there is no interval
+    assert "b1" in shown
+
+
+@needs_a_browser
 def test_data_stays_data(opened, tmp_path):
     study = plan("digits")
     hostile = Study(

@@ -74,15 +74,9 @@ def sweet_spot(rows: Sequence[ArmRow], plain: ArmRow | None, figure: str, title:
     names = [str(row.size) for row in known]
     traces = [_dots(names, [row.figures[figure] for row in known], "clipped", "")]
     layout: dict[str, Any] = {
-        "xaxis": {
-            "type": "category",
-            "title": {"text": "micro-batch size b"},
-            "anchor": "y2",
-            "domain": [0, 1],
-        },
-        "yaxis": {"title": titled(title), "domain": [0.56, 1]},
-        "yaxis2": {"title": {"text": "gain, points"}, "domain": [0, 0.44], "anchor": "x"},
-        "shapes": [{**level(0.0), "yref": "y2"}],
+        "xaxis": {"type": "category", "title": {"text": "micro-batch size b"}},
+        "yaxis": {"title": titled(title)},
+        "shapes": [],
     }
     if plain is not None and figure in plain.figures:
         reached = plain.figures[figure]
@@ -104,7 +98,16 @@ def sweet_spot(rows: Sequence[ArmRow], plain: ArmRow | None, figure: str, title:
         for row in known
         if row.gain is not None and row.gain.estimate is not None
     ]
-    traces.append(_dots([n for n, _ in gains], [e for _, e in gains], "gain", "2"))
+    if gains:  # an axis without anything on it has no range, and cannot be drawn
+        traces.append(_dots([n for n, _ in gains], [e for _, e in gains], "gain", "2"))
+        layout["xaxis"] |= {"anchor": "y2", "domain": [0, 1]}
+        layout["yaxis"] |= {"domain": [0.56, 1]}
+        layout["yaxis2"] = {
+            "title": {"text": "gain, points"},
+            "domain": [0, 0.44],
+            "anchor": "x",
+        }
+        layout["shapes"].append({**level(0.0), "yref": "y2"})
     return Drawing(traces, layout)
 
 
