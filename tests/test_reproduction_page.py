@@ -222,6 +222,7 @@ def test_the_file_has_verdicts_tables_and_ids(tmp_path, study, records):
     assert set(b4["gain"]["values"]) == {str(seed) for seed in range(200, 206)}
     assert [trial["value"] for trial in digits["tuning"][:3]] == [3e-4, 1e-3, 3e-3]
     assert [trial["is_chosen"] for trial in digits["tuning"][:3]] == [False, True, False]
+    assert [trial["at_edge"] for trial in digits["tuning"][:3]] == [True, False, True]
     assert list(digits["curves"]["b4"]) == [str(step) for step in range(75, 1501, 75)]
     assert len(found["tasks"]["speech"]["moments"]["plain"]) == 6
     ratios = found["tasks"]["speech"]["ratios"]

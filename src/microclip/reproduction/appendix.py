@@ -7,7 +7,7 @@ from microclip.reproduction import errata, wording
 from microclip.reproduction.arms import PLAIN
 from microclip.reproduction.results import COMMAND, core_seconds, environments
 from microclip.reproduction.sections import SIZES, arms_table
-from microclip.reproduction.tables import BEST, LAST
+from microclip.reproduction.tables import BEST, LAST, Trial
 from microclip.reproduction.theory_part import failing_statements
 from microclip.reproduction.verdicts import told
 from microclip.reproduction.view import View
@@ -58,7 +58,7 @@ def tuning(view: View) -> Section:
             Cell(trial.tuned.replace("_", " ")),
             Cell(wording.number(trial.value), trial.value),
             Cell("diverged" if trial.score is None else f"{trial.score:.2f}", trial.score),
-            Cell("taken" if trial.is_chosen else "", marked=trial.is_chosen),
+            Cell(_choice(trial), marked=trial.is_chosen),
             Cell(wording.runs(trial.records)),
         ]
         for task, trials in view.trials.items()
@@ -67,10 +67,20 @@ def tuning(view: View) -> Section:
     said = Paragraph(
         "Every arm has one number that is chosen on validation data, on seeds that are used for "
         "nothing else: its learning rate, or the bound it clips to. If the best is the first or "
-        "the last one tried, the grid grows. Test data plays no part in it."
+        "the last one tried, the grid grows, by a few values at most. Test data plays no part."
     )
     if not rows:
         return Section("tuning", "Tuning", [said, Paragraph("Not run yet.", "note")])
+    edges = [
+        f"{wording.named(task)} {trial.arm} ({wording.number(trial.value)})"
+        for task, trials in view.trials.items()
+        for trial in trials
+        if trial.is_chosen and trial.at_edge
+    ]
+    beyond = (
+        "Arms whose best value is the smallest or the largest that was tried, so that a better "
+    )
+    beyond += f"one may lie beyond: {wording.listed(edges) if edges else 'none'}."
     table = Table(
         "tuning",
         "Mean best validation figure by value, in %",
@@ -81,7 +91,13 @@ def tuning(view: View) -> Section:
         filterable=True,
         wide=True,
     )
-    return Section("tuning", "Tuning", [said, table])
+    return Section("tuning", "Tuning", [said, Paragraph(beyond), table])
+
+
+def _choice(trial: Trial) -> str:
+    if not trial.is_chosen:
+        return ""
+    return "taken, at the edge" if trial.at_edge else "taken"
 
 
 def wrong(view: View) -> Section:

@@ -97,7 +97,11 @@ def figure_1(view: View) -> Section:
             continue
         choices[wording.named(name)] = figures.cosines(plain)
         draggers, benign = looked_at(view.study, view.records, view.task(name))
-        pairs.append(f"{wording.named(name)} {draggers} x {benign} = {draggers * benign:,}")
+        pairs.append(
+            f"{wording.named(name)} {draggers} x {benign} = {draggers * benign:,} of a dragger and "
+            f"a benign example, {benign * (benign - 1) // 2:,} of benign examples, "
+            f"{draggers * (draggers - 1) // 2:,} of draggers"
+        )
     blocks: list[Block] = [
         Paragraph(
             "The paper compares 100 pairs of a canary's and a benign gradient with 100 pairs of "
@@ -118,8 +122,7 @@ def figure_1(view: View) -> Section:
                 "task",
             ),
             Paragraph(
-                f"Pairs of a dragger and a benign example, in each look of each seed: "
-                f"{'; '.join(pairs)}.",
+                f"Pairs in each look at each seed, at least: {'; '.join(pairs)}.",
                 "note",
             ),
             _cosine_table(view),
@@ -323,7 +326,7 @@ def arms_table(
     rows = {row.arm.name: row for row in view.done(task)}
     shown = [rows[name] for name in arms if name in rows]
     if not shown:
-        return Paragraph(f"{wording.named(task).capitalize()}: not run yet.", "note")
+        return Paragraph(f"{wording.capital(wording.named(task))}: not run yet.", "note")
     found = view.task(task)
     headline = found.recipe.headline
     kind = "WER" if found.recipe.lower_is_better else "accuracy"
@@ -522,7 +525,7 @@ def _cosine(found: Mapping[str, Estimate], kind: str) -> str:
 def _ratio_table(view: View, task: str) -> Block:
     rows = view.ratios.get(task, [])
     if not rows:
-        return Paragraph(f"{wording.named(task).capitalize()}: not run yet.", "note")
+        return Paragraph(f"{wording.capital(wording.named(task))}: not run yet.", "note")
     by_step = view.moments[task]
     unmatched = max(row.unmatched for row in rows)
     note = f" Seeds in which losses cannot be matched: {unmatched}." if unmatched else ""

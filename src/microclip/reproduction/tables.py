@@ -67,6 +67,7 @@ class Trial:
     value: float
     score: float | None  # mean best validation figure, in points; None: diverged
     is_chosen: bool
+    at_edge: bool  # the smallest or the largest that was tried: a better one may lie beyond
     records: tuple[str, ...]
 
 
@@ -95,7 +96,8 @@ def trials(study: Study, records: Records, task: Task) -> list[Trial]:
             continue
         settled = study.is_settled(task, arm, records)
         chosen = study.chosen(task, arm, records) if settled else None
-        for value, score in sorted(study.scores(task, arm, records).items()):
+        scores = study.scores(task, arm, records)
+        for value, score in sorted(scores.items()):
             better = -score if task.recipe.lower_is_better else score
             ids = sorted(
                 job.id
@@ -105,7 +107,10 @@ def trials(study: Study, records: Records, task: Task) -> list[Trial]:
                 and TUNING_SEED <= job.seed < TUNING_SEED + task.tuning_seeds
             )
             known = PERCENT * better if math.isfinite(score) else None
-            found.append(Trial(arm.name, str(arm.tuned), value, known, value == chosen, tuple(ids)))
+            edge = value in (min(scores), max(scores))
+            found.append(
+                Trial(arm.name, str(arm.tuned), value, known, value == chosen, edge, tuple(ids))
+            )
     return found
 
 

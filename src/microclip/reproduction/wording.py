@@ -31,6 +31,15 @@ def named(task: str) -> str:
     return NAMES.get(task, task)
 
 
+def capital(text: str) -> str:
+    """Return a text that begins a sentence.
+
+    >>> capital("clean digits"), capital("CIFAR-10N")
+    ('Clean digits', 'CIFAR-10N')
+    """
+    return text[:1].upper() + text[1:]
+
+
 def spread(found: Estimate | None, *, sign: bool = False, places: int | None = None) -> str:
     """Return a mean with half of its interval.
 
