@@ -272,8 +272,10 @@ def test_losses_that_cannot_be_matched_decide_nothing():
 )
 def test_the_rules_at_their_edges(expects, low, high, verdict):
     interval = Estimate((low + high) / 2, low, high, 5)
-    effect = Effect({}, interval, (), "points", 5)
-    assert decide(effect, expects, 0.5) == verdict
+    values = dict.fromkeys(range(5), interval.mean)
+    assert decide(Effect(values, interval, (), "points", 5), expects, 0.5) == verdict
+    # as long as a seed is missing, nothing is decided: waiting for a good moment would be no test
+    assert decide(Effect(values, interval, (), "points", 6), expects, 0.5) == "undecided"
 
 
 def test_nothing_is_decided_by_what_was_not_run():

@@ -38,7 +38,7 @@ class Task:
     arms: tuple[Arm, ...]  # plain training first
     seeds: int = 5
     tuning_seeds: int = 1
-    growth: int = 2  # values that may be tried beyond the first ones, if the best is at an edge
+    growth: int = 4  # values that may be tried beyond the first ones, if the best is at an edge
     seconds: float = 60.0  # of one training on one core, about: for the time that is left
 
     @property

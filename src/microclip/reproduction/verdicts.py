@@ -61,6 +61,8 @@ def decide(found: Effect | None, expects: Expectation, margin: float) -> Verdict
     known = found.estimate
     if known is None or known.low is None or known.high is None or found.left_out:
         return "undecided"
+    if not found.is_complete:  # deciding as soon as an interval looks good would be no decision
+        return "undecided"
     low, high = known.low, known.high
     match expects:
         case "above":
