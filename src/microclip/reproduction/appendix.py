@@ -5,8 +5,8 @@ from __future__ import annotations
 from microclip.report.blocks import Block, Cell, Paragraph, Section, Table
 from microclip.reproduction import errata, wording
 from microclip.reproduction.arms import PLAIN
+from microclip.reproduction.exhibits import SIZES, arms_table
 from microclip.reproduction.results import COMMAND, core_seconds, environments
-from microclip.reproduction.sections import SIZES, arms_table
 from microclip.reproduction.tables import BEST, LAST, Trial
 from microclip.reproduction.theory_part import failing_statements
 from microclip.reproduction.verdicts import told
