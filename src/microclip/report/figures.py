@@ -226,7 +226,7 @@ def sweet_spot(comparison: Comparison, metric: str) -> Drawing:
     if reached:
         traces.append(_level_trace(names, reached[0].mean, "plain training"))
         if reached[0].low is not None:
-            layout["shapes"].append(_strip(reached[0].low, reached[0].high))
+            layout["shapes"].append(strip(reached[0].low, reached[0].high))
     differing = [row for row in clipped if row.difference is not None]
     if differing:
         ticks = [_tick(comparison, row) for row in differing]
@@ -409,7 +409,8 @@ def _level(value: float) -> dict[str, Any]:
     }
 
 
-def _strip(low: float, high: float | None) -> dict[str, Any]:
+def strip(low: float, high: float | None) -> dict[str, Any]:
+    """Return a band over the whole width."""
     return {
         "type": "rect",
         "xref": "paper",

@@ -57,14 +57,7 @@ def markdown(view: View, page: str, results: str) -> str:
         f"[the page]({page}). For programs: [results.json]({results}).",
     ]
     chosen = [
-        sections.verdicts(view),
-        sections.table_1(view),
-        sections.figure_1(view),
-        sections.table_2(view),
-        sections.table_3(view),
-        sections.table_4(view),
-        *sections.tables_5_and_6(view),
-        sections.beyond(view),
+        *sections.of_the_paper(view),
         appendix.controls(view),
         appendix.wrong(view),
         appendix.full_scale(view),

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from microclip.report.blocks import Drawing
-from microclip.report.figures import Look, escaped, look, rounded, titled
+from microclip.report.figures import Look, escaped, look, rounded, strip, titled
 from microclip.report.statistics import Estimate
 from microclip.reproduction.arms import PLAIN
 from microclip.reproduction.tables import ArmRow
@@ -92,7 +92,7 @@ def sweet_spot(rows: Sequence[ArmRow], plain: ArmRow | None, figure: str, title:
             }
         )
         if reached.low is not None and reached.high is not None:
-            layout["shapes"].append(_strip(reached.low, reached.high))
+            layout["shapes"].append(strip(reached.low, reached.high))
     gains = [
         (str(row.size), row.gain.estimate)
         for row in known
@@ -209,20 +209,6 @@ def level(value: float) -> dict[str, Any]:
         "y0": value,
         "y1": value,
         "line": {"color": "var(--soft)", "dash": "dot", "width": 1.2},
-    }
-
-
-def _strip(low: float, high: float) -> dict[str, Any]:
-    return {
-        "type": "rect",
-        "xref": "paper",
-        "x0": 0,
-        "x1": 1,
-        "y0": low,
-        "y1": high,
-        "fillcolor": "var(--orange-band)",
-        "line": {"width": 0},
-        "layer": "below",
     }
 
 

@@ -15,6 +15,20 @@ from microclip.reproduction.theory_part import rate_tables
 from microclip.reproduction.view import View
 
 
+def of_the_paper(view: View) -> list[Section]:
+    """Return the verdicts, then what the paper has in its order, then what goes beyond it."""
+    return [
+        verdicts(view),
+        table_1(view),
+        figure_1(view),
+        table_2(view),
+        table_3(view),
+        table_4(view),
+        *tables_5_and_6(view),
+        beyond(view),
+    ]
+
+
 def verdicts(view: View) -> Section:
     """Return the table that the page begins with."""
     rows = [
