@@ -1,32 +1,22 @@
 """The page in a real browser: the system's Chromium, driven by playwright."""
 
 import re
-import shutil
 from itertools import pairwise
 
 import pytest
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser, Page
 
 from microclip.report import RunFolder
 from microclip.report.assemble import assemble, investigate
 from microclip.report.write import write_page
 
+from browsers import chromium, needs_a_browser
 from report_runs import EXAMPLES, described, ledger, sweep
 
-CHROMIUM = next(
-    (
-        path
-        for name in ("chromium", "chromium-browser", "google-chrome")
-        if (path := shutil.which(name))
-    ),
-    None,
-)
 HOSTILE = '<script>window.pwned=1</script><img src=x onerror="window.pwned=2">\'"</style>'
 LIMIT = 8_000_000
 
-pytestmark = pytest.mark.skipif(
-    CHROMIUM is None, reason="needs a browser: chromium, chromium-browser or google-chrome"
-)
+pytestmark = needs_a_browser
 
 
 class Watched:
@@ -50,12 +40,8 @@ class Watched:
 
 @pytest.fixture(scope="module")
 def browser():
-    with sync_playwright() as playwright:
-        found = playwright.chromium.launch(
-            executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"]
-        )
+    with chromium() as found:
         yield found
-        found.close()
 
 
 @pytest.fixture(scope="module")

@@ -2,11 +2,10 @@
 
 import json
 import re
-import shutil
 from dataclasses import replace
 
 import pytest
-from playwright.sync_api import Page, sync_playwright
+from playwright.sync_api import Page
 
 from microclip.reproduction.claims import CLAIMS
 from microclip.reproduction.document import write_document
@@ -18,23 +17,13 @@ from microclip.reproduction.study import Study
 from microclip.reproduction.tasks import tasks
 from microclip.reproduction.theory_part import failing_statements, rate_tables
 
+from browsers import chromium, needs_a_browser
 from reproduction_records import everything, plan, record
 
-CHROMIUM = next(
-    (
-        path
-        for name in ("chromium", "chromium-browser", "google-chrome")
-        if (path := shutil.which(name))
-    ),
-    None,
-)
 HOSTILE = '<script>window.pwned=1</script><img src=x onerror="window.pwned=2">|`*\'"</style>'
 ID = re.compile(
     r"((?:digits|clean-digits|digits-sgd|cifar10n|speech|mixture|movie)/[\w-]+/"
     r"(?:tuning-)?(?:[\d.e-]+-)?seed)(\d+)(?:…(\d+))?"
-)
-needs_a_browser = pytest.mark.skipif(
-    CHROMIUM is None, reason="needs a browser: chromium, chromium-browser or google-chrome"
 )
 
 
@@ -55,12 +44,8 @@ def written(tmp_path_factory, study, records):
 
 @pytest.fixture(scope="module")
 def browser():
-    with sync_playwright() as playwright:
-        found = playwright.chromium.launch(
-            executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"]
-        )
+    with chromium() as found:
         yield found
-        found.close()
 
 
 @pytest.fixture
@@ -113,6 +98,16 @@ def test_the_page_begins_with_verdicts_and_names_runs_that_exist(
     assert named <= known
     assert page.evaluate("document.documentElement.scrollWidth") <= width
     assert len(page.query_selector_all(".plot")) == 4
+
+
+@needs_a_browser
+def test_wide_tables_take_the_room_that_a_screen_has(opened, written):
+    narrow, wide = opened(written, 600), opened(written, 1600)
+    spills = "table => table.parentElement.scrollWidth > table.parentElement.clientWidth"
+    assert narrow.eval_on_selector("#arms-digits", spills)
+    assert not wide.eval_on_selector("#arms-digits", spills)
+    for page, width in ((narrow, 600), (wide, 1600)):
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
 
 
 @needs_a_browser

@@ -192,6 +192,7 @@ def cosine_table(view: View) -> Block:
     """Return mean cosines of the three kinds of pairs, by task and moment."""
     rows = []
     for name in INSIDE:
+        ids = wording.runs(view.runs(name, PLAIN))
         for step, found in view.moments.get(name, {}).get(PLAIN, {}).items():
             rows.append(
                 [
@@ -203,6 +204,7 @@ def cosine_table(view: View) -> Block:
                     ),
                     Cell(_cosine(found, "dragger_to_mean")),
                     Cell(_cosine(found, "benign_to_mean")),
+                    Cell(ids),
                 ]
             )
     return Table(
@@ -217,9 +219,10 @@ def cosine_table(view: View) -> Block:
             "dragger-dragger",
             "dragger to mean benign",
             "benign to mean of others",
+            "runs",
         ),
         rows,
-        (False, *(True,) * 6),
+        (False, *(True,) * 6, False),
         wide=True,
     )
 
@@ -330,10 +333,21 @@ def weights(view: View) -> list[Block]:
         return []
     domains = list(next(iter(found.values())))
     rows = [
-        [Cell(arm), *(Cell(wording.spread(weights[domain])) for domain in domains)]
+        [
+            Cell(arm),
+            *(Cell(wording.spread(weights[domain])) for domain in domains),
+            Cell(wording.runs(view.runs("mixture", arm))),
+        ]
         for arm, weights in found.items()
     ]
     caption = "mixture: what an example of each domain weighed on average; 1 is the average example"
     return [
-        Table("domain-weights", caption, ("arm", *domains), rows, (False, *(True,) * len(domains)))
+        Table(
+            "domain-weights",
+            caption,
+            ("arm", *domains, "runs"),
+            rows,
+            (False, *(True,) * len(domains), False),
+            wide=True,
+        )
     ]

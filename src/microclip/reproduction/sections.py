@@ -201,7 +201,8 @@ def table_2(view: View) -> Section:
                 "Convergence",
                 "Mean error on validation data over steps, both axes logarithmic, with 95 % "
                 "intervals over seeds. Each line has its own learning rate, the best on seeds of "
-                "their own. Of two lines, the lower one is ahead at that step.",
+                "their own. Of two lines, the lower one is ahead at that step. The runs are those "
+                "of the tables of arms.",
                 curves,
                 "task",
                 400,

@@ -78,6 +78,10 @@ class View:
         """Return an effect that no claim speaks of."""
         return effect(self.study, self.records, quantity)
 
+    def runs(self, task: str, arm: str) -> tuple[str, ...]:
+        """Return the ids of the runs that an arm is judged by."""
+        return next((row.records for row in self.rows.get(task, ()) if row.arm.name == arm), ())
+
     def done(self, task: str) -> list[ArmRow]:
         """Return the arms of a task that have been run, or cannot be."""
         return [row for row in self.rows.get(task, ()) if row.figures or row.is_lost]

@@ -1,0 +1,31 @@
+"""The system's Chromium, driven by playwright: what tests of pages look with."""
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+from playwright.sync_api import Browser, sync_playwright
+
+CHROMIUM = next(
+    (
+        path
+        for name in ("chromium", "chromium-browser", "google-chrome")
+        if (path := shutil.which(name))
+    ),
+    None,
+)
+needs_a_browser = pytest.mark.skipif(
+    CHROMIUM is None, reason="needs a browser: chromium, chromium-browser or google-chrome"
+)
+
+
+@contextmanager
+def chromium() -> Iterator[Browser]:
+    """Start it, and end it with the block."""
+    with sync_playwright() as playwright:
+        found = playwright.chromium.launch(
+            executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"]
+        )
+        yield found
+        found.close()
