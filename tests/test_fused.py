@@ -92,18 +92,24 @@ class TestAlgebra:
         torch.testing.assert_close(rest[[0, 2]], formed[[0, 2]])
         assert not rest[1].any()
 
-    def test_windows_have_the_gradients_of_convolutions(self):
-        x, weight = torch.randn(5, 2, 9, 8).double(), torch.randn(3, 2, 3, 2).double()
+    @pytest.mark.parametrize(
+        ("size", "dtype"), [(9, torch.float64), (9, torch.float32), (33, torch.float32)]
+    )
+    def test_windows_have_the_gradients_of_convolutions(self, size, dtype):
+        """Written out as patches, or by one convolution with groups where places are many."""
+        x, weight = torch.randn(5, 2, size, 18).to(dtype), torch.randn(3, 2, 3, 2).to(dtype)
         weight.requires_grad_()
         options = {"stride": (2, 1), "padding": (1, 0), "dilation": (1, 2)}
         out = F.conv2d(x, weight, **options)
         d = torch.randn_like(out)
         geometry = Geometry(tuple(weight.shape), *options.values(), 1)
-        formed = Patches(x, d, geometry).form(self.groups, Workspace())
+        windows = Patches(x, d, geometry)
+        assert windows._is_better_grouped(self.groups) == (size == 33)
+        formed = windows.form(self.groups, Workspace())
         for row, (start, stop) in enumerate([(0, 2), (2, 4), (4, 5)]):
             out = F.conv2d(x[start:stop], weight, **options)
             (wanted,) = torch.autograd.grad(out, weight, d[start:stop])
-            torch.testing.assert_close(formed[row], wanted)
+            torch.testing.assert_close(formed[row], wanted, rtol=1e-4, atol=1e-5)
 
     def test_forming_by_hand(self):
         """Two examples of one row each, (1, 2) x (3, 4) and (0, 1) x (5, 6)."""
@@ -123,6 +129,26 @@ class TestAlgebra:
     def test_long_rows_are_formed_and_short_ones_are_not(self):
         assert self.rows(64, 64, n=32).forming_pays(self.groups)
         assert not self.rows(64, 64, n=2).forming_pays(self.groups)
+
+    def test_a_workspace_lends_the_same_memory_again(self):
+        workspace, like = Workspace(), torch.zeros(1)
+        first, second = workspace.empty((3, 40), like), workspace.empty((3, 40), like)
+        assert first.data_ptr() != second.data_ptr()
+        held = workspace.nbytes
+        workspace.take_back()
+        found = {
+            workspace.empty((3, 40), like).data_ptr(),
+            workspace.empty((30, 3), like).data_ptr(),
+        }
+        assert found == {first.data_ptr(), second.data_ptr()}
+        assert workspace.nbytes == held
+        workspace.empty((2, 2), like)  # much smaller than any block that there is
+        assert workspace.nbytes > held
+        workspace.at_rest = held
+        workspace.take_back()
+        assert workspace.nbytes == held
+        workspace.clear()
+        assert workspace.nbytes == 0
 
     def test_blocks(self):
         blocks = list(Groups([3, 3, 1, 2, 2]))
@@ -258,6 +284,15 @@ class TestBudget:
 
 
 class TestLayers:
+    @pytest.mark.parametrize("frozen", [None, "weight", "bias"])
+    def test_group_norm(self, frozen):
+        model = nn.Sequential(nn.Conv1d(2, 6, 3), nn.GroupNorm(3, 6), nn.Tanh()).double()
+        if frozen:
+            getattr(model[1], frozen).requires_grad_(False)
+        assert_equals_twin(
+            model, lambda x: model(x).square().mean((1, 2)), torch.randn(5, 2, 9).double()
+        )
+
     def test_embedding_with_padding(self):
         model = nn.Sequential(nn.Embedding(5, 3, padding_idx=1), nn.Linear(3, 2)).double()
         tokens = torch.tensor([[0, 1, 2], [1, 1, 1], [4, 4, 1], [2, 3, 0], [1, 0, 4]])

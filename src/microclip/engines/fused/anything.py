@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from microclip.engines.base import CannotFuseError
-from microclip.engines.fused.groups import Block
+from microclip.engines.fused.groups import Block, together
 from microclip.engines.fused.record import Handler, Recorder, apply, map_tensors
 from microclip.engines.fused.uses import Formed
 
@@ -87,7 +87,7 @@ def anything(recorder: Recorder, func: Any, args: Any, kwargs: Any) -> Any:
             for part, gradient in zip(parts, found, strict=True):
                 part.append(gradient)
         for name, part in zip(names, parts, strict=True):
-            recorder.on_use(name, Formed(torch.cat(part)))
+            recorder.on_use(name, Formed(together(part)))
 
     recorder.expect(*names)
     result = apply(_Anything, recorder.anchor, run, note, *inputs)

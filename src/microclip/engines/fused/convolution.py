@@ -14,12 +14,13 @@ from typing_extensions import override
 
 from microclip import multitensor
 from microclip.engines.base import CannotFuseError
-from microclip.engines.fused.groups import Groups, Shares
+from microclip.engines.fused.groups import Groups, Shares, together
 from microclip.engines.fused.record import Handler, Recorder, apply
 from microclip.engines.fused.uses import Formed, Rows, Use, forming_pays
 from microclip.engines.fused.workspace import Workspace
 
 PATCHES_AT_ONCE = 2**22  # bytes of patches written out at a time
+GROUPING_PAYS = 256  # places of a micro-batch's windows
 
 
 @dataclass(frozen=True)
@@ -102,15 +103,21 @@ class Patches(Use):
     @override
     def squared_norms(self, groups: Groups) -> Tensor:
         found = [rows.squared_norms(Groups([1] * count)) for _, count, rows in self._rows(groups)]
-        return torch.cat(found)
+        return together(found)
 
     @override
     def forming_pays(self, groups: Groups) -> bool:
-        rows = max(groups.sizes) * math.prod(self.d.shape[2:])
+        rows = groups.largest * math.prod(self.d.shape[2:])
         return forming_pays(rows, self.shape[0], math.prod(self.shape[1:]))
 
     @override
     def form(self, groups: Groups, workspace: Workspace) -> Tensor:
+        if self._is_better_grouped(groups):
+            parts = [
+                self.geometry.weight_gradients(block.of(self.d), block.of(self.x))
+                for block in groups
+            ]
+            return together(parts)
         out = workspace.empty((len(groups), *self.shape), self.x)
         for first, count, rows in self._rows(groups):
             rows.form_into(Groups([1] * count), out[first : first + count].flatten(2))
@@ -131,6 +138,15 @@ class Patches(Use):
     @override
     def kept(self, workspace: Workspace) -> Patches:
         return Patches(self.x, workspace.keep(self.d), self.geometry)
+
+    def _is_better_grouped(self, groups: Groups) -> bool:
+        """Whether the library's own kernel is faster than patches: for many places, on a CPU.
+
+        In half precision it would round what is to be added up.
+        """
+        rows = min(groups.sizes) * math.prod(self.d.shape[2:])
+        fast = multitensor.on_host(self.d) and self.d.dtype == torch.float32
+        return fast and rows >= GROUPING_PAYS
 
     def _rows(self, groups: Groups) -> Iterator[tuple[int, int, Rows]]:
         """Yield rows of some micro-batches at a time: patches overlap, and take memory.
@@ -214,7 +230,7 @@ def convolution(dimensions: int) -> Handler:
                 parts = [
                     geometry.weight_gradients(block.of(d), block.of(x)) for block in recorder.groups
                 ]
-                recorder.on_use(w, Formed(torch.cat(parts)))
+                recorder.on_use(w, Formed(together(parts)))
 
         held = None if bias is None else bias.detach()
         return apply(_Convolution, recorder.anchor, input, weight.detach(), held, geometry, note)

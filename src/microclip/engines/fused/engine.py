@@ -78,8 +78,9 @@ class Fused(Engine):
                 meter.kept = uses.nbytes
         norms = unscale(uses.norms(), self.scaler)
         each = torch.split(losses.detach(), groups.sizes)
-        for row, microbatch in enumerate(microbatches):
-            self.tally.add(microbatch, norms[row], means[row].detach(), each[row])
+        found = zip(norms.unbind(), means.detach().unbind(), each, strict=True)
+        for microbatch, (norm, mean, losses_of_it) in zip(microbatches, found, strict=True):
+            self.tally.add(microbatch, norm, mean, losses_of_it)
         return uses, norms
 
     @torch.no_grad()
@@ -125,13 +126,16 @@ class _Uses:
         self._expected = recorder.expected
         self._derived = recorder.derived
         self._of: dict[str, list[Use]] = {}
+        self._small: dict[str, Formed] = {}  # the only uses of small parameters
         self._joined: Joined | None = None
         self._squares: dict[str, Tensor] = {}
         recorder.on_use = self.add
 
-    @torch.no_grad()
     def add(self, name: str, use: Use) -> None:
-        """Take note of a use; with a parameter's last one its norms are known."""
+        """Take note of a use; with a parameter's last one its norms are known.
+
+        Called from within the backward pass, so nothing here is recorded by autograd.
+        """
         uses = self._of.setdefault(name, [])
         last = len(uses) + 1 == self._expected[name] and name not in self._derived
         if last and not uses and use.forming_pays(self.groups):
@@ -141,7 +145,15 @@ class _Uses:
             else:  # multiplied out again later instead of being kept
                 self._squares[name] = formed.squared_norms(self.groups)
         uses.append(use.kept(self.workspace))
-        if last and name not in self._squares and not Joined.takes(use, self.device):
+        if last and name not in self._squares:
+            self._judge(name, uses)
+
+    def _judge(self, name: str, uses: list[Use]) -> None:
+        """Take the norms of a parameter whose uses are all there, or leave it to the others."""
+        only = uses[0] if len(uses) == 1 else None
+        if isinstance(only, Formed) and Joined.takes(only, self.device):
+            self._small[name] = only
+        else:
             self._squares[name] = squared_norms(uses, self.groups, self.workspace)
 
     @torch.no_grad()
@@ -156,28 +168,20 @@ class _Uses:
             for origin, gradient in derived.pull_back(gradients).items():
                 self._of.setdefault(origin, []).append(Formed(gradient))
                 self._squares.pop(origin, None)
+                self._small.pop(origin, None)
         for name, parameter in parameters.items():
             if parameter.grad is not None:
                 raise CannotFuseError(
                     f"Parameter {name!r} got a gradient in a way that the single-pass engine "
                     "cannot see, as reentrant checkpointing and custom functions have it."
                 )
-        small: dict[str, Formed] = {}
         for name, uses in self._of.items():
-            if name in self._squares:
-                continue
-            if (
-                len(uses) == 1
-                and isinstance(uses[0], Formed)
-                and Joined.takes(uses[0], self.device)
-            ):
-                small[name] = uses[0]
-            else:
-                self._squares[name] = squared_norms(uses, self.groups, self.workspace)
-        if small:
-            self._joined = Joined(small)
+            if name not in self._squares and name not in self._small:
+                self._judge(name, uses)
+        if self._small:
+            self._joined = Joined(self._small)
             self._squares["small ones"] = self._joined.squared_norms(self.groups)
-            self._of = {name: uses for name, uses in self._of.items() if name not in small}
+            self._of = {name: uses for name, uses in self._of.items() if name not in self._small}
 
     @property
     def nbytes(self) -> int:

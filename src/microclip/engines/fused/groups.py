@@ -18,19 +18,38 @@ class Block:
     first_microbatch: int
     count: int
     size: int
+    is_all: bool  # there is no other block, as there seldom is: nothing needs to be cut
 
     def of(self, values: Tensor) -> Tensor:
         """Return this block's part of (examples, ...) as (micro-batches, examples of each, ...)."""
-        chosen = values[self.first_example : self.first_example + self.count * self.size]
-        return chosen.reshape(self.count, self.size, *values.shape[1:])
+        return self._examples_of(values).reshape(self.count, self.size, *values.shape[1:])
 
     def rows_of(self, rows: Tensor) -> Tensor:
         """Return this block's part of (examples, n, ...) as (micro-batches, rows of each, ...)."""
-        return self.of(rows).flatten(1, 2)
+        chosen = self._examples_of(rows)
+        if self.size == 1:
+            return chosen
+        return chosen.reshape(self.count, self.size * rows.shape[1], *rows.shape[2:])
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Add this block's part of (examples, ...) up within each micro-batch."""
+        return self._examples_of(values) if self.size == 1 else self.of(values).sum(1)
+
+    def per_example(self, values: Tensor) -> Tensor:
+        """Return one value per example from this block's part of one per micro-batch."""
+        chosen = self.microbatches_of(values)
+        return chosen if self.size == 1 else chosen.repeat_interleave(self.size)
 
     def microbatches_of(self, values: Tensor) -> Tensor:
         """Return this block's part of (micro-batches, ...)."""
+        if self.is_all:
+            return values
         return values[self.first_microbatch : self.first_microbatch + self.count]
+
+    def _examples_of(self, values: Tensor) -> Tensor:
+        if self.is_all:
+            return values
+        return values[self.first_example : self.first_example + self.count * self.size]
 
 
 @dataclass(frozen=True)
@@ -47,11 +66,12 @@ class Groups:
     def __init__(self, sizes: Sequence[int]) -> None:
         self.sizes = list(sizes)
         self.examples = sum(sizes)
+        self.largest = max(sizes, default=0)
         self.blocks: list[Block] = []
         example = microbatch = 0
         for size, run in groupby(sizes):  # ragged ends are rare, so there are few blocks
             count = len(list(run))
-            self.blocks.append(Block(example, microbatch, count, size))
+            self.blocks.append(Block(example, microbatch, count, size, count == len(self)))
             example += count * size
             microbatch += count
 
@@ -63,11 +83,7 @@ class Groups:
 
     def per_example(self, values: Tensor) -> Tensor:
         """Return one value per example from one per micro-batch."""
-        parts = [
-            block.microbatches_of(values).unsqueeze(1).expand(-1, block.size).reshape(-1)
-            for block in self
-        ]
-        return torch.cat(parts)
+        return together([block.per_example(values) for block in self])
 
     def shares(self, coefficients: Tensor) -> Shares:
         """Return coefficients of micro-batches in both forms."""
@@ -75,8 +91,13 @@ class Groups:
 
     def sum(self, values: Tensor) -> Tensor:
         """Add up along the first dimension, examples, within each micro-batch."""
-        return torch.cat([block.of(values).sum(1) for block in self])
+        return together([block.sum(values) for block in self])
 
     def sizes_like(self, values: Tensor) -> Tensor:
         """Return the sizes as numbers of the kind that `values` holds."""
         return torch.tensor(self.sizes, dtype=values.dtype, device=values.device)
+
+
+def together(parts: list[Tensor]) -> Tensor:
+    """Put what was found block by block into one."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts)

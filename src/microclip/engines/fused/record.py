@@ -96,18 +96,24 @@ class Recorder(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        kwargs = kwargs or {}
-        follows = uses = False  # called for everything that a model does: it must be quick
+        # called for everything that a model does: it must be quick
+        follows = uses = False
+        names, serial = self.names, self._serial
         for tensor in tensors_in((args, kwargs) if kwargs else args):
-            follows = follows or self.follows(tensor)
-            uses = uses or id(tensor) in self.names
+            if getattr(tensor, _MARK, 0) == serial:
+                follows = True
+            if id(tensor) in names:
+                uses = True
         if uses and torch.is_grad_enabled():
-            result = self._record(func, args, kwargs, follows)
+            result = self._record(func, args, kwargs or {}, follows)
         else:
-            result = func(*args, **kwargs)
+            result = func(*args, **kwargs) if kwargs else func(*args)
         if follows:
-            for tensor in tensors_in(result):
-                self.follow(tensor)
+            if isinstance(result, Tensor):
+                self.follow(result)
+            elif isinstance(result, _CONTAINERS):
+                for tensor in tensors_in(result):
+                    self.follow(tensor)
         return result
 
     def _record(self, func: Any, args: Any, kwargs: Any, follows: bool) -> Any:
@@ -238,7 +244,7 @@ def tensors_in(tree: Any) -> list[Tensor]:
     found: list[Tensor] = []
     if isinstance(tree, dict):
         tree = tree.values()
-    elif not isinstance(tree, list | tuple):
+    elif not isinstance(tree, _CONTAINERS):
         return found
     for value in tree:
         if isinstance(value, Tensor):

@@ -17,7 +17,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from microclip import multitensor
-from microclip.engines.fused.groups import Groups, Shares
+from microclip.engines.fused.groups import Groups, Shares, together
 from microclip.engines.fused.workspace import Workspace
 
 HALVING_PAYS = 128  # rows; the product of a matrix with itself is symmetric
@@ -108,11 +108,11 @@ class Joined:
         self._all = Formed(torch.cat([part.gradients.flatten(1) for part in parts.values()], 1))
 
     @classmethod
-    def takes(cls, use: Use, device: torch.device) -> bool:
+    def takes(cls, use: Formed, device: torch.device) -> bool:
         """Whether a parameter's only use is small enough, and where the others are."""
-        if not isinstance(use, Formed) or use.gradients.is_complex():
-            return False
-        return use.gradients.device == device and math.prod(use.shape) <= cls.LARGEST
+        gradients = use.gradients
+        small = gradients.numel() <= cls.LARGEST * gradients.shape[0]
+        return small and not gradients.is_complex() and gradients.device == device
 
     def squared_norms(self, groups: Groups) -> Tensor:
         """Return those of all the gradients together."""
@@ -172,7 +172,7 @@ class Rows(Use):
             a, b = left[:, :half], left[:, half:]
             c, d = right[:, :half], right[:, half:]
             found.append(_pairs(a, a, c, c) + 2 * _pairs(a, b, c, d) + _pairs(b, b, d, d))
-        return torch.cat(found)
+        return together(found)
 
     @override
     def add_to(self, total: Tensor | None, shares: Shares) -> Tensor:
@@ -188,7 +188,7 @@ class Rows(Use):
 
     @override
     def forming_pays(self, groups: Groups) -> bool:
-        return forming_pays(max(groups.sizes) * self.left.shape[1], *self.shape)
+        return forming_pays(groups.largest * self.left.shape[1], *self.shape)
 
     @override
     def form(self, groups: Groups, workspace: Workspace) -> Tensor:
@@ -306,7 +306,7 @@ def inner_products(one: Rows | Lines, other: Rows | Lines, groups: Groups) -> Te
         else:
             return inner_products(other, one, groups)
         found.append(_sum_of_products(lefts, rights))
-    return torch.cat(found)
+    return together(found)
 
 
 def _entries(rows: Tensor, indices: Tensor) -> Tensor:
@@ -326,7 +326,7 @@ def _sum_of_products(one: Tensor, other: Tensor) -> Tensor:
 
 def _wide(tensor: Tensor) -> Tensor:
     """Return rows in a precision that products can be added up in."""
-    return tensor.to(multitensor.accumulation_dtype(tensor))
+    return tensor.float() if tensor.dtype in multitensor.HALF else tensor
 
 
 def sum_of(tensors: list[Tensor]) -> Tensor:
