@@ -9,6 +9,8 @@ from pathlib import Path
 import numpy as np
 
 from microclip.report import RunFolder
+from microclip.report.assemble import assemble, investigate
+from microclip.report.blocks import Page, Paragraph
 
 from ledgers import Row, write
 
@@ -88,3 +90,15 @@ def described(path: Path, **options) -> RunFolder:
         run.example(i, label=i % 10, truth=truth, domain="even" if i % 2 == 0 else "odd", **shown)
     run.log(STEPS, test_accuracy=0.95)
     return run
+
+
+def blocks(page: Page, kind: type) -> list:
+    return [b for section in page.sections for b in section.blocks if isinstance(b, kind)]
+
+
+def page_of(*paths: Path, gallery: int = 60) -> Page:
+    return assemble(investigate(list(paths), gallery), "A title")
+
+
+def said(page: Page) -> str:
+    return "\n".join([*page.verdict, *(block.text for block in blocks(page, Paragraph))])
