@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from microclip import Clipper
 
@@ -199,6 +200,13 @@ def faults(rank: int, world: int) -> dict[str, str]:
     half = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     fully_shard(half[0])
     heard["half"] = refusal(lambda: Clipper(half))
+    divided = fully_shard(nn.Linear(4, 4))
+    divided.set_gradient_divide_factor(3.0)
+    heard["divided"] = refusal(lambda: Clipper(divided))
+    parallel = parallelize_module(
+        nn.Linear(4, 4), init_device_mesh("cpu", (world,)), ColwiseParallel()
+    )
+    heard["parallel"] = refusal(lambda: Clipper(parallel))
     return heard
 
 

@@ -68,6 +68,8 @@ def test_faults(tmp_path):
         assert "is for models sharded" in heard["plain"]
         assert "several dimensions" in heard["hsdp"]
         assert "'1.weight' is not sharded" in heard["half"]
+        assert "set_gradient_divide_factor() changes" in heard["divided"]
+        assert "tensor parallelism is not supported" in heard["parallel"]
 
 
 def test_no_gradient_buffer(tmp_path):

@@ -189,6 +189,12 @@ def test_deepspeed_is_refused(tmp_path, monkeypatch):
         trainer(tmp_path, bert(), examples("bert"), b=2)
 
 
+def test_data_parallel_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(TrainingArguments, "n_gpu", 2)
+    with pytest.raises(NotImplementedError, match="DataParallel .* Start with torchrun"):
+        trainer(tmp_path, bert(), examples("bert"), b=2)
+
+
 def test_a_ledger_records_the_examples(tmp_path):
     data = [{**e, "number": 100 + i} for i, e in enumerate(examples("bert"))]
     ledger = Ledger(tmp_path / "ledger")
