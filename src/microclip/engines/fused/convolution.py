@@ -49,12 +49,16 @@ class Geometry:
         found = self._backward(d, x, weight, [False, True, False], self.groups)[1]
         return cast(Tensor, found)
 
-    def weight_gradients(self, d: Tensor, x: Tensor) -> Tensor:
-        """Return those of all micro-batches from (micro-batches, examples, channels, ...).
+    def weight_gradients(self, d: Tensor, x: Tensor, microbatches: Groups) -> Tensor:
+        """Return those of all micro-batches.
 
-        Micro-batches become groups of channels of one convolution, and its weight gradient holds
-        theirs one after the other.
+        Micro-batches of one size become groups of channels of one convolution, and its weight
+        gradient holds theirs one after the other.
         """
+        return together([self._grouped(block.of(d), block.of(x)) for block in microbatches])
+
+    def _grouped(self, d: Tensor, x: Tensor) -> Tensor:
+        """Return the gradients of (micro-batches, examples, channels, ...)."""
         count = len(x)
         wide_x, wide_d = (side.transpose(0, 1).flatten(1, 2) for side in (x, d))
         weight = x.new_empty(()).expand(count * self.shape[0], *self.shape[1:])
@@ -113,11 +117,7 @@ class Patches(Use):
     @override
     def form(self, groups: Groups, workspace: Workspace) -> Tensor:
         if self._is_better_grouped(groups):
-            parts = [
-                self.geometry.weight_gradients(block.of(self.d), block.of(self.x))
-                for block in groups
-            ]
-            return together(parts)
+            return self.geometry.weight_gradients(self.d, self.x, groups)
         out = workspace.empty((len(groups), *self.shape), self.x)
         for first, count, rows in self._rows(groups):
             rows.form_into(Groups([1] * count), out[first : first + count].flatten(2))
@@ -227,10 +227,7 @@ def convolution(dimensions: int) -> Handler:
             if w is not None and groups == 1:
                 recorder.on_use(w, Patches(x, d, geometry))
             elif w is not None:
-                parts = [
-                    geometry.weight_gradients(block.of(d), block.of(x)) for block in recorder.groups
-                ]
-                recorder.on_use(w, Formed(together(parts)))
+                recorder.on_use(w, Formed(geometry.weight_gradients(d, x, recorder.groups)))
 
         held = None if bias is None else bias.detach()
         return apply(_Convolution, recorder.anchor, input, weight.detach(), held, geometry, note)
