@@ -135,7 +135,7 @@ def verdict(rows: Sequence[Row], batch_size: int) -> str:
 
 def points(difference: Estimate) -> str:
     """Return a difference with its interval, as it is printed everywhere."""
-    return f"{difference.mean:+.2f} ({difference.low:+.2f} to {difference.high:+.2f})"
+    return f"{difference.mean:+z.2f} ({difference.low:+z.2f} to {difference.high:+z.2f})"
 
 
 def percent(accuracy: Estimate) -> str:

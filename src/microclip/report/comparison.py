@@ -144,11 +144,11 @@ def signed(difference: Estimate) -> str:
     '+0.50 (+0.25 to +0.75)'
     """
     if difference.low is None or difference.high is None:
-        return f"{difference.mean:+.{_places(difference.mean)}f}"
+        return f"{difference.mean:+z.{_places(difference.mean)}f}"
     places = _places(difference.high - difference.low)
     return (
-        f"{difference.mean:+.{places}f} ({difference.low:+.{places}f} to "
-        f"{difference.high:+.{places}f})"
+        f"{difference.mean:+z.{places}f} ({difference.low:+z.{places}f} to "
+        f"{difference.high:+z.{places}f})"
     )
 
 

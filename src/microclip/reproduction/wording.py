@@ -45,10 +45,12 @@ def spread(found: Estimate | None, *, sign: bool = False, places: int | None = N
 
     >>> spread(Estimate(95.125, 94.5, 95.75, 8)), spread(Estimate(0.5, 0.3, 0.7, 5), sign=True)
     ('95.12 ± 0.62', '+0.50 ± 0.20')
+    >>> spread(Estimate(-0.001, -0.201, 0.199, 5))  # no minus before what is 0 as printed
+    '0.00 ± 0.20'
     """
     if found is None:
         return "-"
-    form = "+" if sign else ""
+    form = "+z" if sign else "z"
     if found.low is None or found.high is None:
         return f"{found.mean:{form}.{2 if places is None else places}f}"
     half = (found.high - found.low) / 2
