@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from io import StringIO
+from pathlib import Path
 
 import pytest
 from optuna.trial import TrialState
@@ -259,11 +260,15 @@ def test_what_is_seen_inside_survives_a_break(digits, undisturbed, tmp_path):
 @pytest.mark.slow
 def test_a_page_is_made_of_the_records_that_are_there(undisturbed, tmp_path, capsys):
     write(tmp_path, undisturbed)
-    assert main(["reproduce", "--smallest", "--out", str(tmp_path), "--only-page"]) == 0
+    document = tmp_path / "docs" / "a.md"
+    given = ["--smallest", "--out", str(tmp_path), "--only-page", "--document", str(document)]
+    assert main(["reproduce", *given]) == 0
     said = capsys.readouterr().out
     (page,) = tmp_path.glob("*.html")
     assert str(page) in said
     assert undisturbed.id in page.read_text()
+    assert str(document) in said
+    assert f"(../{page.name})" in document.read_text()
     assert undisturbed.id in (tmp_path / "results.json").read_text()
     for claim in CLAIMS:
         assert f" {claim.id} " in said
@@ -316,6 +321,7 @@ def test_a_broken_record_is_named_in_one_line(tmp_path, capsys):
         ({"workers": 0}, "workers must be 1 or more, but got 0"),
         ({"quick": True, "smallest": True}, "two scales"),
         ({"again": "random", "only_page": True}, "give one"),
+        ({"again": "random", "document": Path("a.md")}, "give one"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(options, said):

@@ -184,7 +184,7 @@ def test_data_stays_data(opened, tmp_path):
     assert page.evaluate("window.pwned") is None
     assert page.query_selector("img[src=x]") is None
     assert HOSTILE in page.inner_text("#arms-digits")
-    document = write_document(hostile, records, tmp_path / "reproduction.md").read_text()
+    document = document_of(hostile, records, tmp_path)
     assert "<script>" not in document
     assert "<img" not in document
 
@@ -249,6 +249,12 @@ def test_table_1_keeps_the_corrected_bounds_and_names_where_nothing_is_stated():
         assert all(line.bound is None or line.measured <= line.bound for line in table.lines)
 
 
+def document_of(study, records, root):
+    page, results = root / "results" / "reproduction.html", root / "results" / "results.json"
+    path = root / "docs" / "reproduction.md"
+    return write_document(study, records, path, page, results).read_text()
+
+
 def test_what_the_paper_gets_wrong_can_be_checked(study, records):
     assert len(failing_statements()) == 14
     said = " ".join(remark.what for remark in remarks(study, records))
@@ -259,7 +265,7 @@ def test_what_the_paper_gets_wrong_can_be_checked(study, records):
 
 
 def test_the_document_has_the_verdicts_and_all_tables(tmp_path, study, records):
-    text = write_document(study, records, tmp_path / "docs" / "reproduction.md").read_text()
+    text = document_of(study, records, tmp_path)
     assert text.index("## Verdicts") < text.index("## Table 1")
     for claim in CLAIMS:
         assert f"| {claim.id} {claim.title} |" in text
@@ -279,6 +285,6 @@ def test_the_document_has_the_verdicts_and_all_tables(tmp_path, study, records):
 
 
 def test_a_document_without_records_can_be_made(tmp_path, study):
-    text = write_document(study, {}, tmp_path / "reproduction.md").read_text()
+    text = document_of(study, {}, tmp_path)
     assert "not run yet" in text
     assert f"0 of {len(study.expected({}))} runs are done" in text

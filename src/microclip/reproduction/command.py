@@ -57,7 +57,7 @@ def show(
     records = Shelf(out).records()
     if not records:
         raise SettingError(f"{out} holds no records, so there is nothing to make a page of.")
-    publish(study, records, out, console)
+    publish(study, records, out, console, config.document)
 
 
 def study_of(config: ReproduceConfig) -> Study:
@@ -122,8 +122,11 @@ def announcement(study: Study, records: Records, workers: int) -> str:
     )
 
 
-def publish(study: Study, records: Records, out: Path, console: Console) -> None:
-    """Write the page and the file for programs, and print the verdicts."""
+def publish(
+    study: Study, records: Records, out: Path, console: Console, document: Path | None = None
+) -> None:
+    """Write the page, the file for programs and maybe the document; print the verdicts."""
+    from microclip.reproduction.document import write_document
     from microclip.reproduction.page import write_page
     from microclip.reproduction.results import write_results
     from microclip.reproduction.verdicts import judge
@@ -138,7 +141,10 @@ def publish(study: Study, records: Records, out: Path, console: Console) -> None
         table.add_row(judged.claim.id, judged.claim.title, judged.verdict, judged.sentence)
     console.print(table)
     # soft_wrap and no markup: a path must come out as it is, however long or odd
-    for name, path in (("page:   ", page), ("results:", results)):
+    written = {"page:    ": page, "results: ": results}
+    if document is not None:
+        written["document:"] = write_document(study, records, document, page, results)
+    for name, path in written.items():
         console.print(f"{name} {path}", soft_wrap=True, markup=False, highlight=False)
 
 

@@ -53,6 +53,8 @@ class ReproduceConfig:
     """Do the run of this record again, or a "random" one, and compare the two; nothing else."""
     only_page: bool = False
     """Train nothing; make the page and results.json again from the records that are there."""
+    document: Path | None = None
+    """Also write verdicts and tables to this file, in Markdown."""
 
     def __post_init__(self) -> None:
         if self.quick and self.smallest:
@@ -62,9 +64,9 @@ class ReproduceConfig:
                 raise SettingError(f"tasks must be among {', '.join(TASKS)}, but got {task!r}.")
         if self.workers is not None and self.workers < 1:
             raise SettingError(f"workers must be 1 or more, but got {self.workers}.")
-        if self.again is not None and self.only_page:
+        if self.again is not None and (self.only_page or self.document is not None):
             raise SettingError(
-                "again does a run and writes nothing, only_page writes and does none: give one."
+                "again does a run and writes nothing, only_page and document write: give one."
             )
 
     @property

@@ -5,6 +5,7 @@ Figures are on the page only, and so are tuning and the list of every run.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -17,8 +18,6 @@ from microclip.reproduction.records import Records
 from microclip.reproduction.study import Study
 from microclip.reproduction.view import View
 
-PAGE = "../results/reproduction.html"
-RESULTS = "../results/results.json"
 COMMAND = re.compile(  # else two hyphens become a dash
     r"(microclip (?:theory --claims|train \w+ --preset paper --data \w+|reproduce"
     r"(?: --out results)(?: --again ID| --only-page)?))"
@@ -26,25 +25,24 @@ COMMAND = re.compile(  # else two hyphens become a dash
 NOTE = "<!-- Made from the records by microclip.reproduction.document; do not edit by hand. -->"
 
 
-def write_document(
-    study: Study, records: Records, path: Path, page: str = PAGE, results: str = RESULTS
-) -> Path:
+def write_document(study: Study, records: Records, path: Path, page: Path, results: Path) -> Path:
     """Write the document.
 
     Args:
         study: The plan.
         records: Its runs.
         path: The file to write.
-        page: Where the page is, as seen from the document.
+        page: Where the page is.
         results: Where the file for programs is.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, markdown(View(study, records), page, results).encode())
+    links = [Path(os.path.relpath(target, path.parent)).as_posix() for target in (page, results)]
+    write_whole(path, markdown(View(study, records), *links).encode())
     return path
 
 
 def markdown(view: View, page: str, results: str) -> str:
-    """Return the whole text."""
+    """Return the whole text, with links to the page and to the file for programs."""
     parts = [
         NOTE,
         "# The paper, reproduced at a small scale",

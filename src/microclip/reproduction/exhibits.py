@@ -88,24 +88,11 @@ def evidence(view: View, claim: str) -> Block:
 
 
 def _evidence(found: PartVerdict, role: str) -> list[Cell]:
-    part = found.part
-    expected = {
-        "above": "above 0",
-        "below": "below 0",
-        "near": f"within ± {part.margin:g}",
-        "not below": f"above -{part.margin:g}",
-    }[part.expects]
-    verdict = {
-        "holds": "as expected",
-        "does not hold": "not so",
-        "undecided": "undecided",
-        "not looked at": wording.NOT_YET,
-    }[found.verdict]
     return [
-        Cell(part.about),
+        Cell(found.part.about),
         Cell(told(found.effect), marked=wording.excludes_zero(found.effect)),
-        Cell(expected),
-        Cell(verdict),
+        Cell(found.expected),
+        Cell(found.came_out),
         Cell(role),
         Cell("-" if found.effect is None else wording.runs(found.effect.records) or "-"),
     ]

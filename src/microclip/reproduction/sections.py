@@ -35,7 +35,7 @@ def verdicts(view: View) -> Section:
         [
             Cell(f"{found.claim.id} {found.claim.title}"),
             Cell(found.claim.there or "-"),
-            Cell("\n".join(part.sentence for part in found.parts)),
+            Cell("\n".join(f"{part.sentence}: {part.came_out}" for part in found.parts)),
             Cell(found.verdict, marked=found.verdict in ("holds", "does not hold")),
         ]
         for found in view.claims
@@ -47,7 +47,12 @@ def verdicts(view: View) -> Section:
             Table(
                 "verdict-table",
                 "What is claimed, there and here",
-                ("claim", "in the paper", "here: effect (95 % interval)", "verdict here"),
+                (
+                    "claim",
+                    "in the paper",
+                    "here: effect (95 % interval): is it so?",
+                    "verdict here",
+                ),
                 rows,
                 wide=True,
             ),
@@ -57,8 +62,9 @@ def verdicts(view: View) -> Section:
                 "points of accuracy or error rate, positive where clipping is better, unless it "
                 "says otherwise; its interval is a 95 % t-interval over seeds. A claim holds if "
                 "all its intervals lie where they are expected; it does not if one lies elsewhere, "
-                "or so near to 0 that nothing that matters is left (0.5 points); else this scale "
-                "does not decide it. There is no correction for looking at many claims at once.",
+                "or so near to 0 that nothing that matters is left (the margin: 0.5 points, or as "
+                "it stands beside a quantity); else this scale does not decide it. There is no "
+                "correction for looking at many claims at once.",
                 "note",
             ),
         ],

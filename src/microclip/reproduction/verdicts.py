@@ -15,6 +15,7 @@ from microclip.reproduction.claims import CLAIMS, CONTROLS, Claim, Expectation, 
 from microclip.reproduction.effects import Effect, effect
 from microclip.reproduction.records import Records
 from microclip.reproduction.study import Study
+from microclip.reproduction.wording import NOT_YET
 
 Verdict = Literal["holds", "does not hold", "undecided", "not looked at"]
 
@@ -31,6 +32,27 @@ class PartVerdict:
     def sentence(self) -> str:
         """What came out, in words: the effect with its interval."""
         return f"{self.part.about}: {told(self.effect)}"
+
+    @property
+    def expected(self) -> str:
+        """What was expected, in words."""
+        margin = self.part.margin
+        return {
+            "above": f"above 0 (margin {margin:g})",
+            "below": f"below 0 (margin {margin:g})",
+            "near": f"within ± {margin:g}",
+            "not below": f"above -{margin:g}",
+        }[self.part.expects]
+
+    @property
+    def came_out(self) -> str:
+        """Whether it is so, in words."""
+        return {
+            "holds": "as expected",
+            "does not hold": "not so",
+            "undecided": "undecided",
+            "not looked at": NOT_YET,
+        }[self.verdict]
 
 
 @dataclass(frozen=True)
@@ -93,7 +115,7 @@ def told(found: Effect | None) -> str:
     'not run yet'
     """
     if found is None:
-        return "not run yet"
+        return NOT_YET
     taken = f"{found.arm}, " if found.arm else ""
     if found.estimate is None:
         said = f"{taken}no figure"

@@ -1,0 +1,46 @@
+"""The committed results of the reproduction: whole, and what their records give."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from microclip.reproduction.command import study_of
+from microclip.reproduction.config import ReproduceConfig
+from microclip.reproduction.document import write_document
+from microclip.reproduction.page import FILE
+from microclip.reproduction.shelf import Shelf
+from microclip.reproduction.verdicts import judge
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "results"
+
+
+@pytest.fixture(scope="module")
+def study():
+    return study_of(ReproduceConfig())
+
+
+@pytest.fixture(scope="module")
+def records():
+    return Shelf(RESULTS).records()
+
+
+def test_every_run_of_the_plan_has_its_record_and_no_other(study, records):
+    assert study.missing(records) == []
+    assert {*records} == {*study.expected(records)}
+
+
+def test_the_file_for_programs_has_the_verdicts_of_the_records(study, records):
+    found = json.loads((RESULTS / "results.json").read_text())
+    assert found["runs"]["done"] == found["runs"]["expected"] == len(records)
+    verdicts = {claim["id"]: (claim["verdict"], claim["sentence"]) for claim in found["claims"]}
+    assert verdicts == {j.claim.id: (j.verdict, j.sentence) for j in judge(study, records)}
+
+
+def test_the_document_is_that_of_the_records(study, records, tmp_path):
+    page, results = (tmp_path / "results" / name for name in (FILE, "results.json"))
+    path = tmp_path / "docs" / "reproduction.md"
+    made = write_document(study, records, path, page, results).read_text()
+    kept = (ROOT / "docs" / "reproduction.md").read_text()
+    assert made == kept, "Make it anew: microclip reproduce --only-page --document (and --out)."
