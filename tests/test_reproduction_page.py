@@ -287,4 +287,5 @@ def test_the_document_has_the_verdicts_and_all_tables(tmp_path, study, records):
 def test_a_document_without_records_can_be_made(tmp_path, study):
     text = document_of(study, {}, tmp_path)
     assert "not run yet" in text
+    assert "not run yet: not run yet" not in text
     assert f"0 of {len(study.expected({}))} runs are done" in text

@@ -43,4 +43,5 @@ def test_the_document_is_that_of_the_records(study, records, tmp_path):
     path = tmp_path / "docs" / "reproduction.md"
     made = write_document(study, records, path, page, results).read_text()
     kept = (ROOT / "docs" / "reproduction.md").read_text()
-    assert made == kept, "Make it anew: microclip reproduce --only-page --document (and --out)."
+    again = "microclip reproduce --out results --only-page --document docs/reproduction.md"
+    assert made == kept, f"Make it anew: {again}"

@@ -35,7 +35,7 @@ def verdicts(view: View) -> Section:
         [
             Cell(f"{found.claim.id} {found.claim.title}"),
             Cell(found.claim.there or "-"),
-            Cell("\n".join(f"{part.sentence}: {part.came_out}" for part in found.parts)),
+            Cell("\n".join(part.answer for part in found.parts)),
             Cell(found.verdict, marked=found.verdict in ("holds", "does not hold")),
         ]
         for found in view.claims

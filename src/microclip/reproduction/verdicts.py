@@ -54,6 +54,11 @@ class PartVerdict:
             "not looked at": NOT_YET,
         }[self.verdict]
 
+    @property
+    def answer(self) -> str:
+        """What came out, and whether it is as expected."""
+        return self.sentence if self.effect is None else f"{self.sentence}: {self.came_out}"
+
 
 @dataclass(frozen=True)
 class ClaimVerdict:
