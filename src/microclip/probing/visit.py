@@ -49,7 +49,7 @@ def single_pass(
     examples = count_examples(batch)
     groups = Groups([1] * examples)
     leaves = [leaf for _, leaf in tensors_of(batch)]
-    recorder = Recorder(parameters, groups, leaves, HANDLERS, anything)
+    recorder = Recorder(parameters, groups, leaves, HANDLERS, anything, Workspace())
     collector = _Collector(recorder, on_parameter)
     with recorder:
         losses = losses_of(loss_fn, batch, examples)
@@ -81,7 +81,7 @@ class _Collector:
     @torch.no_grad()
     def complete(self, parameters: Parameters) -> None:
         """Follow derived tensors back, and make sure that nothing went past the recorder."""
-        groups, workspace = self._recorder.groups, Workspace()
+        groups, workspace = self._recorder.groups, self._recorder.workspace
         for name, parameter in parameters.items():
             if parameter.grad is not None:
                 raise CannotFuseError(

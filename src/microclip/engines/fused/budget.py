@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from microclip.engines.fused.workspace import Workspace
 from microclip.microbatches import Cuts, tensors_of
 
 PASSING = 1.5  # what comes and goes within a pass is not counted, only guessed
@@ -43,28 +44,37 @@ class Budget:
         seen = self._seen.get(_class(cuts))
         if seen is None:
             return len(cuts) if self._given is None else max(1, len(cuts) // PROBE)
-        need = PASSING * (seen.saved + seen.kept) * max(1.0, _elements(cuts) / seen.elements) ** 2
+        need = (
+            PASSING
+            * (seen.saved - seen.lent + seen.kept)
+            * max(1.0, _elements(cuts) / seen.elements) ** 2
+        )
         gradient = sum(p.numel() * p.element_size() for p in parameters.values())
         room = self._limit(next(iter(parameters.values())).device) - gradient
         return max(1, min(len(cuts), int(room / (need * size))))
 
     @contextmanager
-    def learning(self, cuts: Cuts, parameters: dict[str, nn.Parameter]) -> Iterator[Meter | None]:
+    def learning(
+        self, cuts: Cuts, parameters: dict[str, nn.Parameter], workspace: Workspace
+    ) -> Iterator[Meter | None]:
         """Measure what goes on inside the block, if batches like this one are new."""
         if _class(cuts) in self._seen:
             yield None
             return
-        meter = Meter(parameters)
+        meter = Meter(parameters, workspace)
         yield meter
-        examples = _examples(cuts)
-        self._seen[_class(cuts)] = _Need(
-            _elements(cuts), meter.saved / examples, meter.kept / examples
-        )
+        kept = workspace.nbytes or meter.kept
+        totals = [total / _examples(cuts) for total in (meter.saved, meter.lent, kept)]
+        self._seen[_class(cuts)] = _Need(_elements(cuts), *totals)
 
-    def saved(self, cuts: Cuts) -> float:
-        """Return about what a forward pass saves: bytes that a plain step would hold as well."""
+    def allowance(self, cuts: Cuts) -> float:
+        """Return what may be kept until the end of a step, and from one step to the next.
+
+        As much as the forward pass saves, which a plain step would hold as well, and as much again
+        as it has put into the workspace, which can be used once more by then.
+        """
         seen = self._seen.get(_class(cuts))
-        return seen.saved * _examples(cuts) if seen else 0.0
+        return (seen.saved + seen.lent) * _examples(cuts) if seen else 0.0
 
     def _limit(self, device: torch.device) -> float:
         if self._given is not None:
@@ -78,15 +88,22 @@ class Budget:
 class _Need:
     elements: int  # of an example
     saved: float  # bytes per example, for the backward pass
-    kept: float  # bytes per example, until the end of the step
+    lent: float  # those of them that the workspace lent
+    kept: float  # bytes per example: what the workspace needs, or what is kept without one
 
 
 class Meter:
     """Counts the bytes that a forward pass saves; memory that tensors share is counted once."""
 
-    def __init__(self, parameters: dict[str, nn.Parameter]) -> None:
+    def __init__(self, parameters: dict[str, nn.Parameter], workspace: Workspace) -> None:
         self._seen = {parameter.untyped_storage().data_ptr() for parameter in parameters.values()}
-        self.saved = self.kept = 0
+        self._workspace = workspace
+        self.saved = self.lent = self.kept = 0
+
+    @property
+    def allowance(self) -> int:
+        """Return what may be kept, as `Budget.allowance` does."""
+        return self.saved + self.lent
 
     def count(self, tensor: Tensor) -> Tensor:
         """Count a tensor's memory, if it is new."""
@@ -94,6 +111,7 @@ class Meter:
         if storage.data_ptr() not in self._seen:
             self._seen.add(storage.data_ptr())
             self.saved += storage.nbytes()
+            self.lent += storage.nbytes() * self._workspace.holds(storage.data_ptr())
         return tensor
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -15,12 +15,17 @@ from typing_extensions import override
 from microclip import multitensor
 from microclip.engines.base import CannotFuseError
 from microclip.engines.fused.groups import Groups, Shares, together
+from microclip.engines.fused.plan import Weight
 from microclip.engines.fused.record import Handler, Recorder, apply
-from microclip.engines.fused.uses import Formed, Rows, Use, forming_pays
+from microclip.engines.fused.uses import Formed, Rows, Use
 from microclip.engines.fused.workspace import Workspace
 
 PATCHES_AT_ONCE = 2**22  # bytes of patches written out at a time
 GROUPING_PAYS = 256  # places of a micro-batch's windows
+GROUPED_INPUTS = 64  # numbers that a window takes in
+WRITING = (
+    16  # products that take as long as a written number: rows of patches cost more than others
+)
 
 
 @dataclass(frozen=True)
@@ -32,6 +37,21 @@ class Geometry:
     padding: tuple[int, ...]
     dilation: tuple[int, ...]
     groups: int
+
+    @property
+    def inputs(self) -> int:
+        """Return how many numbers a window takes in."""
+        return math.prod(self.shape[1:])
+
+    def nbytes_of_patches(self, d: Tensor) -> int:
+        """Return the memory that patches take, given what comes back from all places."""
+        return self.inputs * d.shape[0] * math.prod(d.shape[2:]) * d.element_size()
+
+    def as_weight(self, result: Tensor) -> Weight:
+        """Return the weight that this convolution is to the rows of its patches."""
+        rows, each = math.prod(result.shape[2:]), result.element_size()
+        kept = min(self.nbytes_of_patches(result), PATCHES_AT_ONCE) + result.nbytes
+        return Weight(rows, self.shape[0], self.inputs, each, kept, WRITING)
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return the convolution."""
@@ -67,15 +87,18 @@ class Geometry:
         return cast(Tensor, found).view(count, *self.shape)
 
     def patches(self, x: Tensor) -> Tensor:
-        """Return (micro-batches, inputs, places) from (micro-batches, examples, channels, ...)."""
+        """Return (micro-batches, inputs..., places...) of (micro-batches, examples, channels, ...).
+
+        Of inputs and places each has all its dimensions; nothing is copied but for padding.
+        """
         dimensions = len(self.stride)
-        x = F.pad(x, [side for pad in reversed(self.padding) for side in (pad, pad)])
+        if any(self.padding):
+            x = F.pad(x, [side for pad in reversed(self.padding) for side in (pad, pad)])
         for i in range(dimensions):
             reach = (self.shape[2 + i] - 1) * self.dilation[i] + 1
             x = x.unfold(3 + i, reach, self.stride[i])[..., :: self.dilation[i]]
         places, offsets = range(3, 3 + dimensions), range(3 + dimensions, 3 + 2 * dimensions)
-        x = x.permute(0, 2, *offsets, 1, *places)
-        return x.reshape(len(x), math.prod(self.shape[1:]), -1)
+        return x.permute(0, 2, *offsets, 1, *places)
 
     @property
     def _none(self) -> tuple[int, ...]:
@@ -106,27 +129,23 @@ class Patches(Use):
 
     @override
     def squared_norms(self, groups: Groups) -> Tensor:
-        found = [rows.squared_norms(Groups([1] * count)) for _, count, rows in self._rows(groups)]
-        return together(found)
-
-    @override
-    def forming_pays(self, groups: Groups) -> bool:
-        rows = groups.largest * math.prod(self.d.shape[2:])
-        return forming_pays(rows, self.shape[0], math.prod(self.shape[1:]))
+        parts = self._parts(groups, _fresh)
+        return together([part.rows.squared_norms(part.groups) for part in parts])
 
     @override
     def form(self, groups: Groups, workspace: Workspace) -> Tensor:
         if self._is_better_grouped(groups):
             return self.geometry.weight_gradients(self.d, self.x, groups)
         out = workspace.empty((len(groups), *self.shape), self.x)
-        for first, count, rows in self._rows(groups):
-            rows.form_into(Groups([1] * count), out[first : first + count].flatten(2))
+        for part in self._parts(groups, workspace.empty):
+            part.form_into(out)
         return out
 
     @override
-    def add_to(self, total: Tensor | None, shares: Shares) -> Tensor:
+    def add_to(self, total: Tensor | None, shares: Shares, workspace: Workspace) -> Tensor:
         each = shares.of_examples.to(self.d.dtype).view(-1, *(1,) * (self.d.dim() - 1))
-        found = self.geometry.weight_gradient(self.d * each, self.x)
+        weighted = torch.mul(self.d, each, out=workspace.empty(self.d.shape, self.d))
+        found = self.geometry.weight_gradient(weighted, self.x)
         found = found.to(multitensor.accumulation_dtype(found))
         return found if total is None else total.add_(found)
 
@@ -136,7 +155,10 @@ class Patches(Use):
         return Patches(self.x.masked_fill(each, 0.0), self.d.masked_fill(each, 0.0), self.geometry)
 
     @override
-    def kept(self, workspace: Workspace) -> Patches:
+    def kept(self, groups: Groups, workspace: Workspace) -> Use:
+        """Few patches are cut once, for norms and for the sum; else a convolution finds the sum."""
+        if self.geometry.nbytes_of_patches(self.d) <= PATCHES_AT_ONCE:
+            return CutPatches(tuple(self._parts(groups, workspace.empty)), self.geometry)
         return Patches(self.x, workspace.keep(self.d), self.geometry)
 
     def _is_better_grouped(self, groups: Groups) -> bool:
@@ -146,25 +168,92 @@ class Patches(Use):
         """
         rows = min(groups.sizes) * math.prod(self.d.shape[2:])
         fast = multitensor.on_host(self.d) and self.d.dtype == torch.float32
-        return fast and rows >= GROUPING_PAYS
+        return fast and rows >= GROUPING_PAYS and self.geometry.inputs >= GROUPED_INPUTS
 
-    def _rows(self, groups: Groups) -> Iterator[tuple[int, int, Rows]]:
-        """Yield rows of some micro-batches at a time: patches overlap, and take memory.
-
-        With each comes the number of its first micro-batch and how many there are.
-        """
-        inputs, places = math.prod(self.shape[1:]), math.prod(self.d.shape[2:])
+    def _parts(self, groups: Groups, memory: Memory) -> Iterator[Part]:
+        """Yield rows of some micro-batches at a time: patches overlap, and take memory."""
         for block in groups:
-            each = block.size * places * inputs * self.x.element_size()
+            x, d = block.of(self.x), block.of(self.d)
+            each = self.geometry.nbytes_of_patches(self.d[: block.size])
             step = max(1, PATCHES_AT_ONCE // each)
             for start in range(0, block.count, step):
-                x, d = (
-                    block.of(self.x)[start : start + step],
-                    block.of(self.d)[start : start + step],
-                )
-                deltas = d.flatten(3).transpose(1, 2).flatten(2)
-                rows = Rows(self.geometry.patches(x).mT, deltas.mT, inputs_first=False)
-                yield block.first_microbatch + start, len(x), rows
+                patches = self.geometry.patches(x[start : start + step])
+                count = len(patches)
+                held = memory(patches.shape, self.x).copy_(patches)
+                inputs = held.view(count, self.geometry.inputs, -1)
+                deltas = d[start : start + step].flatten(3).transpose(1, 2).flatten(2)
+                rows = Rows(inputs.mT, deltas.mT, inputs_first=False)
+                yield Part(block.first_microbatch + start, Groups([1] * count), rows)
+
+
+Memory = Callable[[Sequence[int], Tensor], Tensor]  # from which tensors of some shape are had
+
+
+def _fresh(shape: Sequence[int], like: Tensor) -> Tensor:
+    return like.new_empty(shape)
+
+
+@dataclass(frozen=True)
+class Part:
+    """The rows of neighbouring micro-batches, each of them taken for one example."""
+
+    first: int
+    groups: Groups
+    rows: Rows
+
+    def form_into(self, out: Tensor) -> None:
+        """Write the gradients of these micro-batches into those of all."""
+        self.rows.form_into(self.groups, self.of(out).flatten(2))
+
+    def of(self, values: Tensor) -> Tensor:
+        """Return this part's share of (micro-batches, ...)."""
+        return values[self.first : self.first + len(self.groups)]
+
+
+@dataclass(frozen=True)
+class CutPatches(Use):
+    """The same with its patches cut."""
+
+    parts: tuple[Part, ...]
+    geometry: Geometry
+
+    @property
+    @override
+    def shape(self) -> tuple[int, ...]:
+        return self.geometry.shape
+
+    @property
+    @override
+    def nbytes(self) -> int:
+        return sum(part.rows.nbytes for part in self.parts)
+
+    @override
+    def squared_norms(self, groups: Groups) -> Tensor:
+        return together([part.rows.squared_norms(part.groups) for part in self.parts])
+
+    @override
+    def form(self, groups: Groups, workspace: Workspace) -> Tensor:
+        out = workspace.empty((len(groups), *self.shape), self.parts[0].rows.inputs)
+        for part in self.parts:
+            part.form_into(out)
+        return out
+
+    @override
+    def add_to(self, total: Tensor | None, shares: Shares, workspace: Workspace) -> Tensor:
+        flat = None if total is None else total.flatten(1)
+        for part in self.parts:
+            coefficients = part.of(shares.of_microbatches)
+            flat = part.rows.add_to(flat, part.groups.shares(coefficients), workspace)
+        assert flat is not None
+        return flat.view(self.shape)
+
+    @override
+    def without(self, left_out: Shares) -> CutPatches:
+        parts = []
+        for part in self.parts:
+            shares = part.groups.shares(part.of(left_out.of_microbatches))
+            parts.append(replace(part, rows=part.rows.without(shares)))
+        return CutPatches(tuple(parts), self.geometry)
 
 
 class _Convolution(torch.autograd.Function):
@@ -230,6 +319,9 @@ def convolution(dimensions: int) -> Handler:
                 recorder.on_use(w, Formed(geometry.weight_gradients(d, x, recorder.groups)))
 
         held = None if bias is None else bias.detach()
-        return apply(_Convolution, recorder.anchor, input, weight.detach(), held, geometry, note)
+        result = apply(_Convolution, recorder.anchor, input, weight.detach(), held, geometry, note)
+        if w is not None and groups == 1:
+            recorder.weights[w] = geometry.as_weight(result)
+        return result
 
     return handler

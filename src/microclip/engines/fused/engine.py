@@ -14,6 +14,7 @@ from microclip.engines.fused.anything import anything
 from microclip.engines.fused.budget import Budget
 from microclip.engines.fused.groups import Groups
 from microclip.engines.fused.layers import HANDLERS
+from microclip.engines.fused.plan import to_write_out
 from microclip.engines.fused.record import Recorder
 from microclip.engines.fused.uses import Formed, Joined, Use, squared_norms, sum_of
 from microclip.engines.fused.workspace import Workspace
@@ -21,8 +22,6 @@ from microclip.engines.gradients import Gradients, set_aside
 from microclip.engines.losses import LossFn, backward, call, unscale
 from microclip.engines.sums import Sums
 from microclip.microbatches import Cuts, tensors_of
-
-RETAINED = 0.8  # of what a plain step needs as well, between steps
 
 
 class Fused(Engine):
@@ -47,19 +46,18 @@ class Fused(Engine):
                 self._held.append(uses)
             else:
                 self._settle(uses, norms, chunk)
-                self.workspace.take_back()
-            self.workspace.at_rest = RETAINED * self.budget.saved(chunk)
+            self.workspace.at_rest = self.budget.allowance(chunk)
 
     def _visit(self, loss_fn: LossFn, microbatches: Cuts) -> tuple[_Uses, Tensor]:
         """One forward and one backward pass."""
         groups = Groups([microbatch.size for microbatch in microbatches])
         batch = microbatches.whole
         examples = [leaf for _, leaf in tensors_of(batch)]
-        recorder = Recorder(self.parameters, groups, examples, HANDLERS, anything)
+        recorder = Recorder(self.parameters, groups, examples, HANDLERS, anything, self.workspace)
         uses = _Uses(recorder, self.workspace)
         with (
             set_aside(self.parameters),
-            self.budget.learning(microbatches, self.parameters) as meter,
+            self.budget.learning(microbatches, self.parameters, self.workspace) as meter,
         ):
             with recorder.metered(meter), recorder:
                 losses = call(loss_fn, batch, groups.examples)
@@ -69,6 +67,8 @@ class Fused(Engine):
                     'mean. Return the losses themselves, as reduction="none" does.'
                 )
             means = groups.sum(losses) / groups.sizes_like(losses)
+            allowance = meter.allowance if meter else self.budget.allowance(microbatches)
+            uses.plan(recorder, allowance)
             try:
                 backward(means.sum(), self.scaler)
             finally:
@@ -88,17 +88,20 @@ class Fused(Engine):
         """Add a chunk's gradients up, so that nothing of it needs to be kept."""
         if self.tally.policy.nonfinite != "propagate":
             uses.leave_out(~norms.isfinite())
-        for domain in dict.fromkeys(microbatch.domain for microbatch in microbatches):
+        domains = list(dict.fromkeys(microbatch.domain for microbatch in microbatches))
+        for domain in domains:
             here = torch.tensor([m.domain == domain for m in microbatches], device=norms.device)
             sizes = uses.groups.sizes_like(norms)
             sum_ = self._sums.of(domain)
             shares = self._sums.shares(norms, sizes).masked_fill(~here, torch.nan)
-            uses.add_to(sum_.gradients, sum_.multiples(shares) * here, self.parameters)
+            multiples = sum_.multiples(shares) * here
+            uses.add_to(sum_.gradients, multiples, self.parameters, last=domain == domains[-1])
 
     @torch.no_grad()
     def finish(self) -> Gradients:
         """Add up what is now known to be each gradient's share."""
         if not self._held:
+            self.workspace.rest()
             return self._sums.finish()
         rows = self.tally.leave_out()
         coefficients = self.tally.coefficients()
@@ -110,9 +113,9 @@ class Fused(Engine):
             stop = start + len(uses.groups)
             if rows:
                 uses.leave_out(left_out[start:stop])
-            uses.add_to(total, coefficients[start:stop], self.parameters)
+            uses.add_to(total, coefficients[start:stop], self.parameters, last=True)
             start = stop
-        self.workspace.take_back()
+        self.workspace.rest()
         return total
 
 
@@ -129,7 +132,17 @@ class _Uses:
         self._small: dict[str, Formed] = {}  # the only uses of small parameters
         self._joined: Joined | None = None
         self._squares: dict[str, Tensor] = {}
+        self._written_out: set[str] = set()
         recorder.on_use = self.add
+
+    def plan(self, recorder: Recorder, allowance: float) -> None:
+        """Decide, once the forward pass has shown them all, which gradients to write out."""
+        single = {
+            name: weight
+            for name, weight in recorder.weights.items()
+            if self._expected[name] == 1 and name not in self._derived
+        }
+        self._written_out = to_write_out(single, self.groups, allowance)
 
     def add(self, name: str, use: Use) -> None:
         """Take note of a use; with a parameter's last one its norms are known.
@@ -138,14 +151,10 @@ class _Uses:
         """
         uses = self._of.setdefault(name, [])
         last = len(uses) + 1 == self._expected[name] and name not in self._derived
-        if last and not uses and use.forming_pays(self.groups):
-            formed = Formed(use.form(self.groups, self.workspace))
-            if formed.nbytes <= 2 * use.nbytes:
-                use = formed
-            else:  # multiplied out again later instead of being kept
-                self._squares[name] = formed.squared_norms(self.groups)
-        uses.append(use.kept(self.workspace))
-        if last and name not in self._squares:
+        if name in self._written_out:
+            use = Formed(use.form(self.groups, self.workspace))
+        uses.append(use.kept(self.groups, self.workspace))
+        if last:
             self._judge(name, uses)
 
     def _judge(self, name: str, uses: list[Use]) -> None:
@@ -202,19 +211,30 @@ class _Uses:
             self._joined.leave_out(shares)
 
     def add_to(
-        self, total: Gradients, coefficients: Tensor, parameters: dict[str, nn.Parameter]
+        self,
+        total: Gradients,
+        coefficients: Tensor,
+        parameters: dict[str, nn.Parameter],
+        last: bool,
     ) -> None:
-        """Add sum_j coefficient_j g_j; complex gradients as pairs of real numbers."""
+        """Add sum_j coefficient_j g_j; complex gradients as pairs of real numbers.
+
+        The last time, what was kept of a parameter is let go as soon as its sum is there, so that
+        the sums can take its place.
+        """
         shares = self.groups.shares(coefficients)
         if self._joined:
-            self._joined.add_to(total, shares)
-        for name, uses in self._of.items():
+            self._joined.add_to(total, shares, self.workspace)
+        for name in list(self._of):
+            uses = self._of.pop(name) if last else self._of[name]
             found = total.get(name)
             if found is not None and parameters[name].is_complex():
                 found = torch.view_as_complex(found)
             for use in uses:
-                found = use.add_to(None if found is None else found.view(use.shape), shares)
+                so_far = None if found is None else found.view(use.shape)
+                found = use.add_to(so_far, shares, self.workspace)
             assert found is not None
+            uses = []
             found = found.view(parameters[name].shape)
             total[name] = torch.view_as_real(found) if found.is_complex() else found
 

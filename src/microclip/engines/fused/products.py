@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from microclip.engines.base import CannotFuseError
+from microclip.engines.fused.plan import Weight
 from microclip.engines.fused.record import (
     Handler,
     Recorder,
@@ -16,6 +17,7 @@ from microclip.engines.fused.record import (
     without_dispatch,
 )
 from microclip.engines.fused.uses import Lines, Rows
+from microclip.engines.fused.workspace import Workspace
 
 
 class _Linear(torch.autograd.Function):
@@ -23,21 +25,39 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, anchor: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, note: Handler
+        ctx: Any,
+        anchor: Tensor,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        note: Handler,
+        workspace: Workspace,
     ) -> Tensor:
         if torch.is_autocast_enabled(x.device.type):
             dtype = torch.get_autocast_dtype(x.device.type)
             x, weight = x.to(dtype), weight.to(dtype)
             bias = None if bias is None else bias.to(dtype)
         ctx.save_for_backward(x, weight)
-        ctx.note = note
-        return F.linear(x, weight, bias)
+        ctx.note, ctx.workspace = note, workspace
+        return _times(x, weight.mT, bias, workspace)
 
     @staticmethod
     def backward(ctx: Any, d: Tensor) -> Any:
         x, weight = ctx.saved_tensors
         ctx.note(x, d)
-        return None, d @ weight if ctx.needs_input_grad[1] else None, None, None, None
+        dx = _times(d, weight, None, ctx.workspace) if ctx.needs_input_grad[1] else None
+        return None, dx, None, None, None, None
+
+
+def _times(x: Tensor, weight: Tensor, bias: Tensor | None, workspace: Workspace) -> Tensor:
+    """Return x W + bias."""
+    out = workspace.empty((*x.shape[:-1], weight.shape[1]), x)
+    rows, flat = x.reshape(-1, x.shape[-1]), out.view(-1, out.shape[-1])
+    if bias is None:
+        torch.mm(rows, weight, out=flat)
+    else:
+        torch.addmm(bias, rows, weight, out=flat)
+    return out
 
 
 def linear(recorder: Recorder, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -74,6 +94,11 @@ def _product(
         raise CannotFuseError(f"Parameter {w or b!r} takes part in a product without examples.")
     recorder.check(x, w or b)
     recorder.expect(w, b)
+    if w is not None:
+        p, q = weight.shape if transposed else weight.shape[::-1]
+        rows = x.numel() // p
+        each = x.element_size()
+        recorder.weights[w] = Weight(rows // recorder.groups.examples, p, q, each, rows * q * each)
     arrange = recorder.arrangement
 
     def note(x: Tensor, d: Tensor) -> None:
@@ -85,7 +110,7 @@ def _product(
 
     held = None if bias is None else bias.detach()
     seen = weight.detach().mT if transposed else weight.detach()
-    return apply(_Linear, recorder.anchor, x, seen, held, note)
+    return apply(_Linear, recorder.anchor, x, seen, held, note, recorder.workspace)
 
 
 class _Embedding(torch.autograd.Function):

@@ -27,7 +27,9 @@ from torch.overrides import TorchFunctionMode
 from microclip.engines.base import CannotFuseError
 from microclip.engines.fused.budget import Meter
 from microclip.engines.fused.groups import Groups
+from microclip.engines.fused.plan import Weight
 from microclip.engines.fused.uses import Formed, Use
+from microclip.engines.fused.workspace import Workspace
 
 _MARK = "_microclip_follows"  # an attribute of tensors; a weak table of them takes far longer
 _serials = itertools.count(1)
@@ -69,13 +71,16 @@ class Recorder(TorchFunctionMode):
         examples: list[Tensor],
         handlers: dict[Any, Handler],
         anything: Handler,
+        workspace: Workspace,
     ) -> None:
         super().__init__()
+        self.workspace = workspace
         self._handlers = handlers
         self.anything = anything  # for functions that have no handler
         self.groups = groups
         self.names = {id(parameter): name for name, parameter in parameters.items()}
         self.expected: dict[str, int] = {}  # how many uses the backward pass will deliver
+        self.weights: dict[str, Weight] = {}  # those that multiplied rows, as last seen
         self.derived: dict[str, Derived] = {}
         self.on_use: Callable[[str, Use], None] = _nobody
         self.arrangement: Arrangement = lambda tensor: tensor

@@ -41,22 +41,18 @@ class Use(ABC):
         """Return the squared norm of every micro-batch's gradient."""
 
     @abstractmethod
-    def add_to(self, total: Tensor | None, shares: Shares) -> Tensor:
+    def add_to(self, total: Tensor | None, shares: Shares, workspace: Workspace) -> Tensor:
         """Return total + sum_j share_j g_j, in place where there is a total."""
 
     @abstractmethod
     def form(self, groups: Groups, workspace: Workspace) -> Tensor:
         """Return the gradients of all micro-batches, written out."""
 
-    def forming_pays(self, groups: Groups) -> bool:
-        """Whether norms are found faster by writing the gradients out."""
-        return False
-
     @abstractmethod
     def without(self, left_out: Shares) -> Use:
         """Blank what will be left out: a share of 0 would not do, since 0 x NaN is NaN."""
 
-    def kept(self, workspace: Workspace) -> Use:
+    def kept(self, groups: Groups, workspace: Workspace) -> Use:
         """Return the same in memory that does not get in the way of the backward pass."""
         return self
 
@@ -82,7 +78,7 @@ class Formed(Use):
         return multitensor.squared_norms(self.gradients)
 
     @override
-    def add_to(self, total: Tensor | None, shares: Shares) -> Tensor:
+    def add_to(self, total: Tensor | None, shares: Shares, workspace: Workspace) -> Tensor:
         flat = _wide(self.gradients.flatten(1))
         sum_ = shares.of_microbatches.to(flat.dtype) @ flat
         sum_ = sum_.view(self.gradients.shape[1:])
@@ -101,7 +97,7 @@ class Formed(Use):
 class Joined:
     """Many small written-out gradients side by side, as one: biases, scales and the like."""
 
-    LARGEST = 2**16  # elements of a parameter
+    LARGEST = 2**13  # elements of a parameter
 
     def __init__(self, parts: dict[str, Formed]) -> None:
         self._shapes = {name: part.shape for name, part in parts.items()}
@@ -122,10 +118,10 @@ class Joined:
         """Blank micro-batches."""
         self._all = self._all.without(left_out)
 
-    def add_to(self, totals: dict[str, Tensor], shares: Shares) -> None:
+    def add_to(self, totals: dict[str, Tensor], shares: Shares, workspace: Workspace) -> None:
         """Add sum_j share_j g_j to the totals."""
         sizes = [math.prod(shape) for shape in self._shapes.values()]
-        parts = torch.split(self._all.add_to(None, shares), sizes)
+        parts = torch.split(self._all.add_to(None, shares, workspace), sizes)
         for (name, shape), part in zip(self._shapes.items(), parts, strict=True):
             part = part.view(shape)
             totals[name] = totals[name].add_(part) if name in totals else part.clone()
@@ -162,33 +158,24 @@ class Rows(Use):
     @override
     def squared_norms(self, groups: Groups) -> Tensor:
         """Return |sum_r left_r x right_r|^2 = sum_rs (left_r . left_s)(right_r . right_s)."""
-        found = []
-        for block in groups:
-            left, right = _wide(block.rows_of(self.left)), _wide(block.rows_of(self.right))
-            if left.shape[1] < HALVING_PAYS:
-                found.append(_pairs(left, left, right, right))
-                continue
-            half = left.shape[1] // 2
-            a, b = left[:, :half], left[:, half:]
-            c, d = right[:, :half], right[:, half:]
-            found.append(_pairs(a, a, c, c) + 2 * _pairs(a, b, c, d) + _pairs(b, b, d, d))
-        return together(found)
+        return together(
+            [
+                _own_pairs(_wide(block.rows_of(self.left)), _wide(block.rows_of(self.right)))
+                for block in groups
+            ]
+        )
 
     @override
-    def add_to(self, total: Tensor | None, shares: Shares) -> Tensor:
+    def add_to(self, total: Tensor | None, shares: Shares, workspace: Workspace) -> Tensor:
         """The plain weight gradient, of weighted rows."""
         left, right = _wide(self.left), _wide(self.right)
         each = shares.of_examples.to(right.dtype).view(-1, 1, 1)
         if left.shape[2] < right.shape[2]:
-            left = left * each
+            left = torch.mul(left, each, out=workspace.empty(left.shape, left))
         else:
-            right = right * each
-        left, right = left.flatten(0, 1).mT, right.flatten(0, 1)
+            right = torch.mul(right, each, out=workspace.empty(right.shape, right))
+        left, right = _matrix(left).mT, _matrix(right)
         return left @ right if total is None else torch.addmm(total, left, right, out=total)
-
-    @override
-    def forming_pays(self, groups: Groups) -> bool:
-        return forming_pays(groups.largest * self.left.shape[1], *self.shape)
 
     @override
     def form(self, groups: Groups, workspace: Workspace) -> Tensor:
@@ -209,7 +196,7 @@ class Rows(Use):
         return Rows(inputs, deltas, self.inputs_first)
 
     @override
-    def kept(self, workspace: Workspace) -> Rows:
+    def kept(self, groups: Groups, workspace: Workspace) -> Rows:
         # inputs are activations, which stay where they are; deltas would be gone by now
         return Rows(self.inputs.contiguous(), workspace.keep(self.deltas), self.inputs_first)
 
@@ -255,9 +242,10 @@ class Lines(Use):
         return squares.new_zeros(len(groups)).index_add_(0, owners, squares)
 
     @override
-    def add_to(self, total: Tensor | None, shares: Shares) -> Tensor:
+    def add_to(self, total: Tensor | None, shares: Shares, workspace: Workspace) -> Tensor:
         deltas = _wide(self.deltas)
-        deltas = (deltas * shares.of_examples.to(deltas.dtype).view(-1, 1, 1)).flatten(0, 1)
+        each = shares.of_examples.to(deltas.dtype).view(-1, 1, 1)
+        deltas = torch.mul(deltas, each, out=workspace.empty(deltas.shape, deltas)).flatten(0, 1)
         total = deltas.new_zeros(self.shape) if total is None else total
         return total.index_add_(0, self.indices.flatten(), deltas)
 
@@ -277,17 +265,8 @@ class Lines(Use):
         return Lines(self.indices, deltas, self.lines)
 
     @override
-    def kept(self, workspace: Workspace) -> Lines:
+    def kept(self, groups: Groups, workspace: Workspace) -> Lines:
         return Lines(self.indices, workspace.keep(self.deltas), self.lines)
-
-
-def forming_pays(rows: int, p: int, q: int) -> bool:
-    """Whether to write gradients of p x q out instead of multiplying all pairs of rows.
-
-    Pairs take rows^2 (p + q) products more than a plain step; written-out gradients take none
-    more, but p q numbers are written and read again, each worth about 64 products in time.
-    """
-    return rows**2 * (p + q) >= 64 * p * q
 
 
 def inner_products(one: Rows | Lines, other: Rows | Lines, groups: Groups) -> Tensor:
@@ -309,9 +288,30 @@ def inner_products(one: Rows | Lines, other: Rows | Lines, groups: Groups) -> Te
     return together(found)
 
 
+def _matrix(rows: Tensor) -> Tensor:
+    """Return the rows of all examples below each other; a copy keeps the order they lie in."""
+    if rows.stride(1) < rows.stride(2):
+        return rows.permute(2, 0, 1).flatten(1).mT
+    return rows.flatten(0, 1)
+
+
 def _entries(rows: Tensor, indices: Tensor) -> Tensor:
     """Return, for every row, its entries at all the indices."""
     return _wide(rows).gather(2, indices.unsqueeze(1).expand(-1, rows.shape[1], -1))
+
+
+def _own_pairs(left: Tensor, right: Tensor) -> Tensor:
+    """Return sum_rs (left_r . left_s)(right_r . right_s) for every micro-batch."""
+    rows = left.shape[1]
+    if rows < HALVING_PAYS:
+        return _pairs(left, left, right, right)
+    half = rows // 2
+    first, second = (left[:, :half], right[:, :half]), (left[:, half:], right[:, half:])
+    across = 2 * _pairs(first[0], second[0], first[1], second[1])
+    if rows % 2 or not (left.is_contiguous() and right.is_contiguous()):
+        return across + _own_pairs(*first) + _own_pairs(*second)
+    halves = _own_pairs(left.view(-1, half, left.shape[2]), right.view(-1, half, right.shape[2]))
+    return across + halves.view(-1, 2).sum(1)
 
 
 def _pairs(a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> Tensor:

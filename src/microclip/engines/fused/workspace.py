@@ -1,91 +1,109 @@
-"""Memory that is kept from step to step, for what a single pass must hold on to.
+"""Memory that is used again and again, within a step and from step to step.
 
 On a CPU every step would otherwise ask the system for fresh pages and give them back at its end,
-which can cost more than the arithmetic done in them. Accelerators have allocators that keep memory
-by themselves; there this room does nothing.
+which can cost more than the arithmetic done in them. Here a block is free as soon as no tensor lies
+in it any more: what a layer gave in the forward pass makes room for what is kept of the backward
+pass. Accelerators have allocators that do the same by themselves; there this room does nothing.
 """
 
 from __future__ import annotations
 
 import math
+import mmap
+import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from microclip import multitensor
 
-
-@dataclass(frozen=True, eq=False)
-class _Loan:
-    block: Tensor  # of bytes
-    tensor: Tensor  # which lies in it
-
-
-_Kind = tuple[tuple[int, ...], torch.dtype]
+SMALLEST = 2**17  # bytes; below, the system's allocator keeps memory by itself
+# of this process alone: a child that is forked off, as for loading data, gets a copy
+_ALONE: dict[str, Any] = (
+    {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
+)
 
 
 class Workspace:
-    """Lends memory during a step and takes it all back at the end."""
+    """Lends memory for as long as the tensors in it live."""
 
     def __init__(self) -> None:
         self.at_rest = math.inf  # bytes to hold on to between steps, at most
-        self._free: dict[_Kind, list[_Loan]] = {}
-        self._lent: list[tuple[_Kind, _Loan]] = []
+        self._blocks: dict[int, list[_Block]] = {}  # by size
+        self._addresses: set[int] = set()
+        self._step = 0
 
     @property
     def nbytes(self) -> int:
         """Return how much memory is held, lent or free."""
-        lent = sum(loan.block.nbytes for _, loan in self._lent)
-        return lent + sum(loan.block.nbytes for _, loan in self._resting())
+        return sum(block.nbytes for block in self._all())
 
     def empty(self, shape: Sequence[int], like: Tensor) -> Tensor:
-        """Return a tensor of this shape that holds anything, until `take_back`."""
-        if not multitensor.on_host(like):
+        """Return a tensor of this shape that holds anything."""
+        nbytes = math.prod(shape) * like.element_size()
+        if nbytes < SMALLEST or not multitensor.on_host(like):
             return like.new_empty(shape)
-        kind = (tuple(shape), like.dtype)
-        same = self._free.get(kind)  # steps are alike, so there nearly always is one
-        loan = same.pop() if same else self._loan(kind)
-        self._lent.append((kind, loan))
-        return loan.tensor
+        block = self._free(nbytes + -nbytes % mmap.PAGESIZE)
+        block.step = self._step
+        tensor = torch.frombuffer(block.memory, dtype=like.dtype, count=math.prod(shape))
+        return tensor.resize_(shape)  # in place, so that it is nobody's view
 
     def keep(self, tensor: Tensor) -> Tensor:
         """Return the tensor, or a copy where that lets its memory be used again at once."""
-        if not multitensor.on_host(tensor):
+        if not multitensor.on_host(tensor) or tensor.data_ptr() in self._addresses:
             return tensor.contiguous()
         return self.empty(tensor.shape, tensor).copy_(tensor)
 
-    def take_back(self) -> None:
-        """End a step: what it did not need is let go, the rest is ready for the next."""
-        self._free, held = {}, 0
-        for kind, loan in self._lent:
-            held += loan.block.nbytes
-            if held <= self.at_rest:
-                self._free.setdefault(kind, []).append(loan)
-        self._lent = []
+    def holds(self, address: int) -> bool:
+        """Whether memory that begins here is one of these blocks."""
+        return address in self._addresses
+
+    def rest(self) -> None:
+        """End a step: let go of what it did not need, and of what is too much to hold on to."""
+        held, kept = 0, []
+        for block in self._all():
+            held += block.nbytes
+            if block.step == self._step and held <= self.at_rest:
+                kept.append(block)
+        self.clear()
+        for block in kept:
+            self._add(block)
+        self._step += 1
 
     def clear(self) -> None:
-        """Let all of it go."""
-        self._free, self._lent = {}, []
+        """Let all of it go; what is lent lives on with its tensors."""
+        self._blocks, self._addresses = {}, set()
 
-    def _loan(self, kind: _Kind) -> _Loan:
-        """Return a tensor in the smallest free block that fits and is not more than half wasted."""
-        shape, dtype = kind
-        count = math.prod(shape)
-        nbytes = count * dtype.itemsize
-        fitting = [
-            (loan.block.nbytes, loans, loan)
-            for loans, loan in self._resting()
-            if nbytes <= loan.block.nbytes <= 2 * nbytes + 64
-        ]
-        if fitting:
-            _, loans, loan = min(fitting, key=lambda found: found[0])
-            loans.remove(loan)
-            block = loan.block
-        else:
-            block = torch.empty(max(nbytes, 1) + -nbytes % 64, dtype=torch.uint8)
-        return _Loan(block, block.view(dtype)[:count].view(shape))
+    def _free(self, nbytes: int) -> _Block:
+        """Return the smallest free block that fits and is not more than half wasted."""
+        for block in self._blocks.get(nbytes, ()):  # steps are alike, so there nearly always is one
+            if block.is_free:
+                return block
+        fitting = (b for b in self._all() if nbytes < b.nbytes <= 2 * nbytes and b.is_free)
+        found = min(fitting, key=lambda block: block.nbytes, default=None)
+        return found or self._add(_Block(nbytes))
 
-    def _resting(self) -> Iterator[tuple[list[_Loan], _Loan]]:
-        return ((loans, loan) for loans in self._free.values() for loan in loans)
+    def _add(self, block: _Block) -> _Block:
+        self._blocks.setdefault(block.nbytes, []).append(block)
+        self._addresses.add(block.address)
+        return block
+
+    def _all(self) -> Iterator[_Block]:
+        return (block for blocks in self._blocks.values() for block in blocks)
+
+
+class _Block:
+    """Memory that knows whether a tensor lies in it: each one holds a reference to it."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.memory = mmap.mmap(-1, nbytes, **_ALONE)
+        self.nbytes = nbytes
+        self.step = 0  # when it was last lent
+        self._unused = sys.getrefcount(self.memory)
+        self.address = torch.frombuffer(self.memory, dtype=torch.uint8).data_ptr()
+
+    @property
+    def is_free(self) -> bool:
+        return sys.getrefcount(self.memory) == self._unused

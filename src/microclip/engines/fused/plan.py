@@ -1,0 +1,54 @@
+"""Which weights' gradients to write out, one per micro-batch, while there is memory for them.
+
+A weight that multiplies rows offers a choice. Its rows can be kept, and norms come from the
+products of all pairs of a micro-batch's rows: R^2 (p + q) products for R rows and a weight of
+p x q. Or the gradients are written out, which takes no more arithmetic than a plain step's
+gradient does, but p q numbers for each micro-batch, which are written and read again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from microclip.engines.fused.groups import Groups
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A weight that multiplied rows, as the forward pass saw it."""
+
+    rows: int  # of an example
+    p: int
+    q: int
+    itemsize: int
+    kept: int  # bytes, if its rows are kept
+    worth: int = 48  # products that take as long as writing a number and reading it again
+
+    def written(self, groups: Groups) -> int:
+        """Return the bytes of its gradients."""
+        return len(groups) * self.p * self.q * self.itemsize
+
+    def gain(self, groups: Groups) -> float:
+        """Return by how much writing out is faster, for each byte; not so below 1."""
+        rows = groups.largest * self.rows
+        return rows**2 * (self.p + self.q) / (self.worth * self.p * self.q)
+
+
+def to_write_out(weights: dict[str, Weight], groups: Groups, allowance: float) -> set[str]:
+    """Return the weights whose gradients are to be written out, the best first.
+
+    Args:
+        weights: All that are used once, by name.
+        groups: The micro-batches.
+        allowance: Bytes that may be kept. Where rows alone take more, only that is written out
+            which takes less.
+    """
+    chosen = set()
+    total = sum(weight.kept for weight in weights.values())
+    gains = {name: weight.gain(groups) for name, weight in weights.items()}
+    for name in sorted(gains, key=lambda name: -gains[name]):
+        more = weights[name].written(groups) - weights[name].kept
+        if gains[name] >= 1 and (more <= 0 or total + more <= allowance):
+            chosen.add(name)
+            total += more
+    return chosen
