@@ -1,6 +1,7 @@
 """`engine="auto"`: it finds out by itself, on real batches, never at the price of the result."""
 
 import logging
+import math
 import warnings
 from dataclasses import replace
 
@@ -10,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from microclip import Clipper, rules
+from microclip.engines import trial
 
 import properties
 import reference
@@ -219,6 +221,21 @@ def test_a_rare_branch_that_cannot_be_fused_does_not_end_a_run(caplog):
     assert clipper.backward(loss_fn, data).engine == "stream"
 
 
+@pytest.mark.parametrize(("close", "rounds"), [(0.0, 3), (math.inf, 9)])
+def test_a_close_race_takes_more_rounds(monkeypatch, close, rounds):
+    monkeypatch.setattr(trial, "CLOSE", close)
+    model, sizes = nn.Linear(4, 2), []
+
+    def losses(x):
+        sizes.append(len(x))
+        return model(x).square().mean(1)
+
+    Clipper(model, 3).backward(losses, torch.randn(6, 4))
+    # the trial, in which each round has one pass over all and one over each half, and the step
+    step = 1 if sizes[-1] == 6 else 2
+    assert len(sizes) == 3 * rounds + step
+
+
 def test_memory_of_the_trial_is_given_back():
     """Also that of a single pass, if it was not chosen."""
     model = nn.Linear(64, 64)
@@ -231,7 +248,7 @@ def test_memory_of_the_trial_is_given_back():
         clipper.backward(mixing, torch.randn(8, 16, 64))
     assert clipper.held_memory == 0
     clipper = Clipper(model, 2, engine="fused")
-    clipper.backward(lambda x: model(x).square().mean((1, 2)), torch.randn(8, 16, 64))
+    clipper.backward(lambda x: model(x).square().mean((1, 2)), torch.randn(64, 16, 64))
     assert clipper.held_memory > 0
 
 

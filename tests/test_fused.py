@@ -1,5 +1,6 @@
 """The single-pass engine's algebra, and what it says it cannot do."""
 
+import copy
 import warnings
 
 import pytest
@@ -10,6 +11,7 @@ from torch.nn import functional as F
 from microclip import Clipper, rules
 from microclip.engines.fused.convolution import Geometry, Patches
 from microclip.engines.fused.groups import Groups
+from microclip.engines.fused.plan import Weight, to_write_out
 from microclip.engines.fused.uses import Formed, Lines, Rows, squared_norms, sum_of
 from microclip.engines.fused.workspace import Workspace
 from microclip.microbatches import cut
@@ -76,28 +78,29 @@ class TestAlgebra:
         self.check([self.rows(n=n)])
 
     def check(self, uses):
+        """Norms, sums and what is left out, as the backward pass brings them and as they are kept."""
         workspace = Workspace()
         formed = sum_of([use.form(self.groups, workspace) for use in uses])
-        norms = squared_norms(uses, self.groups, workspace)
-        torch.testing.assert_close(norms.double(), formed.flatten(1).square().sum(1))
         coefficients = torch.tensor([0.5, 2.0, 0.0]).double()
-        shares = self.groups.shares(coefficients)
-        total = None
-        for use in uses:
-            total = use.kept(self.groups, workspace).add_to(total, shares, workspace)
         wanted = torch.einsum("j,j...->...", coefficients, formed)
-        torch.testing.assert_close(total.view_as(wanted), wanted)
         left_out = self.groups.shares(torch.tensor([False, True, False]))
-        rest = sum_of([use.without(left_out).form(self.groups, workspace) for use in uses])
-        torch.testing.assert_close(rest[[0, 2]], formed[[0, 2]])
-        assert not rest[1].any()
+        for given in (uses, [use.kept(self.groups, workspace) for use in uses]):
+            norms = squared_norms(given, self.groups, workspace)
+            torch.testing.assert_close(norms.double(), formed.flatten(1).square().sum(1))
+            total = None
+            for use in given:
+                total = use.add_to(total, self.groups.shares(coefficients), workspace)
+            torch.testing.assert_close(total.view_as(wanted), wanted)
+            rest = sum_of([use.without(left_out).form(self.groups, workspace) for use in given])
+            torch.testing.assert_close(rest[[0, 2]], formed[[0, 2]])
+            assert not rest[1].any()
 
     @pytest.mark.parametrize(
         ("size", "dtype"), [(9, torch.float64), (9, torch.float32), (33, torch.float32)]
     )
     def test_windows_have_the_gradients_of_convolutions(self, size, dtype):
         """Written out as patches, or by one convolution with groups where places are many."""
-        x, weight = torch.randn(5, 2, size, 18).to(dtype), torch.randn(3, 2, 3, 2).to(dtype)
+        x, weight = torch.randn(5, 11, size, 18).to(dtype), torch.randn(3, 11, 3, 2).to(dtype)
         weight.requires_grad_()
         options = {"stride": (2, 1), "padding": (1, 0), "dilation": (1, 2)}
         out = F.conv2d(x, weight, **options)
@@ -135,24 +138,129 @@ class TestAlgebra:
         ]
 
 
+class TestPlan:
+    """Weights of 8 x 8, of which 4 micro-batches' gradients take 1024 bytes."""
+
+    groups = Groups([2] * 4)
+
+    def weight(self, rows, kept=256, **options):
+        return Weight(rows=rows, p=8, q=8, itemsize=4, kept=kept, **options)
+
+    def test_long_rows_are_written_out_and_short_ones_are_not(self):
+        """(2 rows)^2 (8 + 8) products are as many as 48 for each of 64 numbers at 6.9 rows."""
+        assert to_write_out({"w": self.weight(7)}, self.groups, 1024) == {"w"}
+        assert to_write_out({"w": self.weight(6)}, self.groups, 1024) == set()
+        assert to_write_out({"w": self.weight(6, worth=16)}, self.groups, 1024) == {"w"}
+
+    def test_the_best_come_first_while_there_is_memory(self):
+        weights = {"short": self.weight(8), "long": self.weight(20), "middle": self.weight(10)}
+        # all kept as rows take 768, and each that is written out 768 more
+        assert to_write_out(weights, self.groups, 3 * 1024) == {"short", "middle", "long"}
+        assert to_write_out(weights, self.groups, 3 * 1024 - 1) == {"middle", "long"}
+        assert to_write_out(weights, self.groups, 768 + 768) == {"long"}
+        assert to_write_out(weights, self.groups, 0) == set()
+
+    def test_what_takes_less_memory_is_written_out_under_any_limit(self):
+        weights = {"small": self.weight(50, kept=2000), "large": self.weight(50)}
+        assert to_write_out(weights, self.groups, 0) == {"small"}
+
+    def test_a_limit_decides_and_results_stay(self):
+        """Rows of 64 tokens in micro-batches of 2: written out if there is room, else not."""
+        torch.manual_seed(0)
+        task, found = TASKS["gpt"](4), []
+        for budget in (None, 1):
+            task.model.zero_grad()
+            clipper = Clipper(task.model, 2, engine="fused", memory_budget=budget)
+            clipper.backward(task.losses, task.batch)
+            found.append([p.grad for p in task.model.parameters()])
+        for one, other in zip(*found, strict=True):
+            assert (one - other).norm() <= 1e-5 * one.norm()
+
+
 class TestWorkspace:
-    def test_memory_is_used_again_in_the_next_step(self):
-        workspace, like = Workspace(), torch.zeros(1)
-        first = workspace.empty((3, 4), like)
-        second = workspace.empty((3, 4), like)
-        assert first.data_ptr() != second.data_ptr()
-        workspace.take_back()
-        places = {workspace.empty((2, 6), like).data_ptr() for _ in range(2)}
-        assert places == {first.data_ptr(), second.data_ptr()}
+    """Tensors of 2^16 numbers or more, since smaller ones are left to the system."""
+
+    like = torch.zeros(1)
+
+    def test_memory_is_lent_again_once_no_tensor_lies_in_it(self):
+        workspace = Workspace()
+        first, second = (workspace.empty((256, 256), self.like) for _ in range(2))
+        addresses = {first.data_ptr(), second.data_ptr()}
+        assert len(addresses) == 2
+        part = first[:3].mT
+        del first
+        third = workspace.empty((256, 256), self.like)
+        assert third.data_ptr() not in addresses  # someone still looks at a part of the first
+        del part
+        assert workspace.empty((2**16,), self.like).data_ptr() in addresses - {second.data_ptr()}
+        assert workspace.nbytes == 3 * 2**18
+
+    def test_a_block_may_be_somewhat_too_large(self):
+        workspace = Workspace()
+        address = workspace.empty((2**17,), self.like).data_ptr()
+        assert workspace.empty((3 * 2**15,), self.like).data_ptr() == address
+        assert workspace.empty((2**16 - 2048,), self.like).data_ptr() != address
 
     def test_what_a_step_did_not_need_is_let_go(self):
-        workspace, like = Workspace(), torch.zeros(1)
-        workspace.empty((1000,), like)
-        workspace.take_back()
-        workspace.empty((10,), like)  # far too small for the large block
-        assert workspace.nbytes >= 4000
-        workspace.take_back()
-        assert workspace.nbytes < 200
+        workspace = Workspace()
+        workspace.empty((2**20,), self.like)
+        workspace.rest()
+        assert workspace.nbytes == 2**22
+        workspace.empty((2**16,), self.like)
+        assert workspace.touched == 2**18
+        workspace.rest()
+        assert workspace.nbytes == 2**18
+        workspace.at_rest = 2**18 - 1
+        workspace.empty((2**16,), self.like)
+        workspace.rest()
+        assert workspace.nbytes == 0
+
+    def test_tensors_outlive_it(self):
+        workspace = Workspace()
+        tensor = workspace.empty((2**16,), self.like).fill_(3)
+        assert workspace.holds(tensor.data_ptr())
+        workspace.clear()
+        assert not workspace.holds(tensor.data_ptr())
+        del workspace
+        assert tensor.sum() == 3 * 2**16
+
+    def test_what_lies_in_it_is_kept_without_a_copy(self):
+        workspace = Workspace()
+        inside, outside = workspace.empty((256, 256), self.like), torch.randn(256, 256)
+        assert workspace.keep(inside) is inside
+        assert workspace.keep(outside).data_ptr() != outside.data_ptr()
+        assert torch.equal(workspace.keep(outside.mT), outside.mT)
+
+    def test_small_tensors_are_left_to_the_system(self):
+        workspace = Workspace()
+        workspace.empty((2**15 - 1,), self.like)
+        assert workspace.nbytes == 0
+
+    def test_outputs_are_no_views_and_can_be_changed_in_place(self):
+        """As `nn.ReLU(inplace=True)` does."""
+        model = nn.Sequential(nn.Linear(256, 256), nn.ReLU(inplace=True), nn.Linear(256, 4))
+        plain = copy.deepcopy(model)
+        x = torch.randn(512, 256)
+        Clipper(model, 256, engine="fused").backward(lambda x: model(x).square().mean(1), x)
+        Clipper(plain, 256, engine="stream").backward(lambda x: plain(x).square().mean(1), x)
+        for found, wanted in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(found.grad, wanted.grad, rtol=1e-5, atol=1e-6)
+
+    def test_outputs_that_someone_keeps_are_not_overwritten(self):
+        model = nn.Linear(256, 256)
+        clipper = Clipper(model, 2, engine="fused")
+        kept = []
+
+        def losses(x):
+            kept.append(model(x))
+            return kept[-1].square().mean(1)
+
+        for scale in (1.0, 2.0, 3.0):
+            model.zero_grad()
+            clipper.backward(losses, torch.full((512, 256), scale))
+        for scale, output in zip((1.0, 2.0, 3.0), kept, strict=True):
+            with torch.no_grad():
+                torch.testing.assert_close(output, model(torch.full((512, 256), scale)))
 
     def test_gradients_are_not_in_memory_that_is_used_again(self):
         model = nn.Linear(8, 8)
@@ -227,7 +335,7 @@ class TestBudget:
             sizes.append(len(x))
             return self.losses(model)(x)
 
-        clipper = Clipper(model, 1, engine="fused", memory_budget=200_000)
+        clipper = Clipper(model, 1, engine="fused", memory_budget=60_000)
         first = {}
         for length in (9, 9, 10):  # 54 and 60 numbers, of one class
             sizes.clear()

@@ -364,7 +364,7 @@ class Clipper:
         self._engine = engine
         names = names or tuple(range(tally.examples, tally.examples + size))
         try:
-            microbatch = Microbatch(None, size, domain, names)
+            microbatch = Microbatch(None, range(size), domain, names)
             mean_loss = None if loss is None else loss.detach().mean()
             engine.add(take(parameters), microbatch, mean_loss)
         except BaseException as error:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import math
 import operator
 from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping, Sequence
@@ -23,12 +24,22 @@ Ids = Tensor | Sequence[Hashable]
 
 @dataclasses.dataclass(frozen=True)
 class Microbatch:
-    """Some examples of one domain, in the shape of the batch they were cut from."""
+    """Some examples of one domain."""
 
-    batch: Any
-    size: int
+    source: Any  # the batch they belong to
+    positions: Sequence[int]
     domain: Hashable  # None when no domains were given
     ids: tuple[Hashable, ...]  # positions in the mini-batch when none were given
+
+    @property
+    def size(self) -> int:
+        """How many examples there are."""
+        return len(self.positions)
+
+    @functools.cached_property
+    def batch(self) -> Any:
+        """The examples, in the shape of the batch they are cut from; a single pass never asks."""
+        return _select(self.source, self.positions)
 
 
 class Cuts(list[Microbatch]):
@@ -41,7 +52,7 @@ class Cuts(list[Microbatch]):
 
     def add(self, positions: Sequence[int], domain: Hashable, ids: tuple[Hashable, ...]) -> None:
         """Cut the examples at these positions out as the next micro-batch."""
-        self.append(Microbatch(_select(self._batch, positions), len(positions), domain, ids))
+        self.append(Microbatch(self._batch, positions, domain, ids))
         self._positions.extend(positions)
 
     def split(self, count: int) -> tuple[Cuts, Cuts]:

@@ -62,7 +62,7 @@ class RankClip:
     def _reduce(self, buffers: list[Tensor]) -> None:
         norm = multitensor.norm(buffers, self._ranks.device)
         tally = Tally(self.policy, self.step, self._ranks)
-        tally.add(Microbatch(None, 1, None, (self._ranks.rank,)), norm, None)
+        tally.add(Microbatch(None, range(1), None, (self._ranks.rank,)), norm, None)
         tally.settle()
         if tally.leave_out():
             for buffer in buffers:

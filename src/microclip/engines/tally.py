@@ -43,8 +43,14 @@ class _Entry:
     size: int
     domain: Hashable
     ids: tuple[Hashable, ...]
-    norm: Tensor
-    loss: Tensor | None
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What was found of some neighbouring micro-batches."""
+
+    norms: Tensor
+    losses: Tensor | None
     example_losses: Tensor | None
 
 
@@ -57,6 +63,7 @@ class Tally:
         self.ranks = ranks  # None: this process has the whole mini-batch
         self._everyone: Everyone | None = None
         self._entries: list[_Entry] = []
+        self._found: list[_Found] = []
         self._rows: dict[Hashable, list[int]] = {}
         self._verdicts: dict[Hashable, Verdict] = {}
         self.left_out: list[int] = []
@@ -73,20 +80,45 @@ class Tally:
         self, microbatch: Microbatch, norm: Tensor, loss: Tensor | None, each: Tensor | None = None
     ) -> None:
         """Record a micro-batch; its batch is not kept."""
-        self._rows.setdefault(microbatch.domain, []).append(len(self._entries))
-        self._entries.append(
-            _Entry(microbatch.size, microbatch.domain, microbatch.ids, norm, loss, each)
-        )
+        self.extend([microbatch], norm.view(1), None if loss is None else loss.view(1), each)
+
+    def extend(
+        self,
+        microbatches: Sequence[Microbatch],
+        norms: Tensor,
+        losses: Tensor | None,
+        each: Tensor | None,
+    ) -> None:
+        """Record several micro-batches at once."""
+        for m in microbatches:
+            self._rows.setdefault(m.domain, []).append(len(self._entries))
+            self._entries.append(_Entry(m.size, m.domain, m.ids))
+        self._found.append(_Found(norms, losses, each))
 
     def norms(self, domain: Hashable) -> Tensor:
         """Return the norms of one domain's micro-batches."""
-        return torch.stack([self._entries[row].norm for row in self._rows[domain]])
+        return self._of(domain, self._all_norms())
 
     def sizes(self, domain: Hashable) -> Tensor:
         """Return the sizes of one domain's micro-batches, as numbers to calculate with."""
-        norm = self._entries[0].norm
+        norms = self._all_norms()
         sizes = [float(self._entries[row].size) for row in self._rows[domain]]
-        return torch.tensor(sizes, dtype=norm.dtype, device=norm.device)
+        return torch.tensor(sizes, dtype=norms.dtype, device=norms.device)
+
+    def _all_norms(self) -> Tensor:
+        if len(self._found) > 1:  # joined once, not whenever they are asked for
+            each = [found.example_losses for found in self._found]
+            losses = [found.losses for found in self._found]
+            norms = torch.cat([found.norms for found in self._found])
+            self._found = [_Found(norms, _joined(losses), _joined(each))]
+        return self._found[0].norms if self._found else torch.zeros(0)
+
+    def _of(self, domain: Hashable, values: Tensor) -> Tensor:
+        """Return one domain's entries of a row with one for each micro-batch."""
+        rows = self._rows[domain]
+        if len(rows) == len(values):
+            return values
+        return values[torch.tensor(rows, device=values.device)]
 
     @property
     def waits(self) -> bool:
@@ -96,10 +128,9 @@ class Tally:
     def settle(self) -> None:
         """Hear the norms of the other ranks, if there are any; all ranks call it, once."""
         if self.ranks is not None and self._everyone is None:
-            norms = [entry.norm for entry in self._entries]
             self._everyone = self.ranks.exchange(
                 self.step,
-                torch.stack(norms) if norms else torch.zeros(0),
+                self._all_norms(),
                 [entry.size for entry in self._entries],
                 [entry.domain for entry in self._entries],
             )
@@ -184,19 +215,19 @@ class Tally:
     def outcome(self, engine: str, notes: tuple[str, ...]) -> Outcome:
         """Return what the step did, and let the rule take note of it."""
         for name in self._names():
-            norms, counts = self._evidence(name)
-            self.policy.rule.observe(countable(norms), counts)
+            evidence, counts = self._evidence(name)
+            self.policy.rule.observe(countable(evidence), counts)
         entries = self._entries
         sizes = self._gather(self.sizes)
         skipped = self._gather(lambda domain: self.judge(domain).skipped).bool()
-        losses = _if_all([entry.loss for entry in entries])
-        each = _if_all([entry.example_losses for entry in entries])
+        norms = self._all_norms()
+        losses = self._found[0].losses if self._found else None
         return Outcome(
             step=self.step,
-            loss=_mean_loss(torch.stack(losses), sizes * ~skipped) if losses else None,
-            losses=torch.stack(losses) if losses else None,
-            example_losses=torch.cat(each) if each else None,
-            norms=torch.stack([entry.norm for entry in entries]) if entries else torch.zeros(0),
+            loss=None if losses is None else _mean_loss(losses, sizes * ~skipped),
+            losses=losses,
+            example_losses=self._found[0].example_losses if self._found else None,
+            norms=norms,
             weights=self._gather(lambda domain: self.judge(domain).weights),
             bounds=self._gather(
                 lambda domain: self.judge(domain).bound.expand(len(self._rows[domain]))
@@ -223,17 +254,19 @@ class Tally:
         entry = self._entries[row]
         shown = ", ".join(repr(i) for i in entry.ids[:8]) + (", ..." if len(entry.ids) > 8 else "")
         domain = "" if entry.domain is None else f" of domain {entry.domain!r}"
+        norm = self._all_norms()[row].item()
         return (
             f"Step {self.step}: the gradient of micro-batch {row}{domain}, examples {shown}, has "
-            f"norm {entry.norm.item()} ({len(self.left_out)} of {len(self)} micro-batches are not "
+            f"norm {norm} ({len(self.left_out)} of {len(self)} micro-batches are not "
             "finite). `.grad` is as it was. Look at these examples, or leave such micro-batches "
             'out with nonfinite="skip".'
         )
 
 
-def _if_all(values: Sequence[Tensor | None]) -> list[Tensor]:
-    """Return the values if none is missing, else nothing."""
-    return [] if any(value is None for value in values) else [v for v in values if v is not None]
+def _joined(parts: Sequence[Tensor | None]) -> Tensor | None:
+    """Return the parts in a row if none is missing."""
+    found = [part for part in parts if part is not None]
+    return torch.cat(found) if len(found) == len(parts) else None
 
 
 def _mean_loss(losses: Tensor, shares: Tensor) -> Tensor:

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from microclip.engines.fused.workspace import Workspace
 from microclip.microbatches import Cuts, tensors_of
 
-PASSING = 1.5  # what comes and goes within a pass is not counted, only guessed
+UNSEEN = 1.1  # for what is not counted
+RESERVE = 1.25  # for what the workspace lends only for a moment
 PROBE = 8  # a batch whose needs are unknown starts with an eighth of it, under a tight budget
 
 
@@ -35,46 +36,69 @@ class Budget:
         """Yield the micro-batches in portions; each is visited before the next is asked for."""
         rest = cuts
         while rest:
-            count = self._count(rest, parameters)
-            chunk, rest = rest.split(count)
+            fitting = self._count(rest, parameters)
+            portions = -(-len(rest) // fitting)  # alike, so that memory is used again
+            chunk, rest = rest.split(-(-len(rest) // portions))
             yield chunk
 
     def _count(self, cuts: Cuts, parameters: dict[str, nn.Parameter]) -> int:
+        """Return how many of the micro-batches can be visited at once."""
         size = max(microbatch.size for microbatch in cuts)
         seen = self._seen.get(_class(cuts))
         if seen is None:
             return len(cuts) if self._given is None else max(1, len(cuts) // PROBE)
-        need = (
-            PASSING
-            * (seen.saved - seen.lent + seen.kept)
-            * max(1.0, _elements(cuts) / seen.elements) ** 2
-        )
-        gradient = sum(p.numel() * p.element_size() for p in parameters.values())
-        room = self._limit(next(iter(parameters.values())).device) - gradient
-        return max(1, min(len(cuts), int(room / (need * size))))
+        need = (seen.saved - seen.lent + seen.kept + seen.passing) * _growth(cuts, seen)
+        return max(1, min(len(cuts), int(self._room(parameters) / (need * size))))
 
     @contextmanager
     def learning(
         self, cuts: Cuts, parameters: dict[str, nn.Parameter], workspace: Workspace
     ) -> Iterator[Meter | None]:
-        """Measure what goes on inside the block, if batches like this one are new."""
-        if _class(cuts) in self._seen:
+        """Measure what goes on inside the block, if batches like this one are new.
+
+        A few examples tell less than many: what all of them share counts for each.
+        """
+        seen, examples = self._seen.get(_class(cuts)), _examples(cuts)
+        if seen and examples < 2 * seen.examples:
             yield None
             return
-        meter = Meter(parameters, workspace)
+        given = [leaf for _, leaf in tensors_of(cuts[0].source)]
+        meter = Meter([*parameters.values(), *given], workspace)
         yield meter
-        kept = workspace.nbytes or meter.kept
-        totals = [total / _examples(cuts) for total in (meter.saved, meter.lent, kept)]
-        self._seen[_class(cuts)] = _Need(_elements(cuts), *totals)
+        kept = workspace.touched or meter.kept
+        totals = (meter.saved, meter.lent, kept, 2 * meter.largest)
+        needs = [total / examples for total in totals]
+        self._seen[_class(cuts)] = _Need(examples, _elements(cuts), *needs)
 
-    def allowance(self, cuts: Cuts) -> float:
-        """Return what may be kept until the end of a step, and from one step to the next.
+    def to_keep(
+        self, cuts: Cuts, parameters: dict[str, nn.Parameter], meter: Meter | None
+    ) -> float:
+        """Return what a backward pass may keep, if that makes it faster.
 
-        As much as the forward pass saves, which a plain step would hold as well, and as much again
-        as it has put into the workspace, which can be used once more by then.
+        As much as the forward pass saved; under a limit only what that leaves.
         """
-        seen = self._seen.get(_class(cuts))
-        return (seen.saved + seen.lent) * _examples(cuts) if seen else 0.0
+        if meter:
+            return meter.saved if self._given is None else 0.0
+        seen = self._seen[_class(cuts)]
+        saved = seen.saved * _examples(cuts) * _growth(cuts, seen)
+        if self._given is None:
+            return saved
+        passing = seen.passing * _examples(cuts) * _growth(cuts, seen)
+        return min(saved, self._room(parameters) - saved - passing)
+
+    def at_rest(self, cuts: Cuts) -> float:
+        """Return what the workspace may hold: what is kept, and what the forward pass puts there.
+
+        A plain step would hold what the forward pass saves as well, so this at most doubles it.
+        """
+        seen = self._seen[_class(cuts)]
+        return RESERVE * (seen.saved + seen.lent) * _examples(cuts) * _growth(cuts, seen)
+
+    def _room(self, parameters: dict[str, nn.Parameter]) -> float:
+        """Return the bytes for what can be counted beforehand."""
+        gradient = sum(p.numel() * p.element_size() for p in parameters.values())
+        limit = self._limit(next(iter(parameters.values())).device)
+        return (limit - gradient) / UNSEEN
 
     def _limit(self, device: torch.device) -> float:
         if self._given is not None:
@@ -86,24 +110,26 @@ class Budget:
 
 @dataclass(frozen=True)
 class _Need:
+    examples: int  # on which it was measured
     elements: int  # of an example
     saved: float  # bytes per example, for the backward pass
     lent: float  # those of them that the workspace lent
-    kept: float  # bytes per example: what the workspace needs, or what is kept without one
+    kept: float  # what the workspace needs, or what is kept without one
+    passing: float  # what comes and goes: gradients of the largest tensor, before and after a layer
 
 
 class Meter:
-    """Counts the bytes that a forward pass saves; memory that tensors share is counted once."""
+    """Counts the bytes that a forward pass saves; memory that tensors share is counted once.
 
-    def __init__(self, parameters: dict[str, nn.Parameter], workspace: Workspace) -> None:
-        self._seen = {parameter.untyped_storage().data_ptr() for parameter in parameters.values()}
+    Args:
+        known: Tensors that were there before, which do not count.
+        workspace: Where some of them may lie.
+    """
+
+    def __init__(self, known: list[Tensor], workspace: Workspace) -> None:
+        self._seen = {tensor.untyped_storage().data_ptr() for tensor in known}
         self._workspace = workspace
-        self.saved = self.lent = self.kept = 0
-
-    @property
-    def allowance(self) -> int:
-        """Return what may be kept, as `Budget.allowance` does."""
-        return self.saved + self.lent
+        self.saved = self.lent = self.kept = self.largest = 0
 
     def count(self, tensor: Tensor) -> Tensor:
         """Count a tensor's memory, if it is new."""
@@ -111,13 +137,14 @@ class Meter:
         if storage.data_ptr() not in self._seen:
             self._seen.add(storage.data_ptr())
             self.saved += storage.nbytes()
+            self.largest = max(self.largest, storage.nbytes())
             self.lent += storage.nbytes() * self._workspace.holds(storage.data_ptr())
         return tensor
 
 
 def _elements(cuts: Cuts) -> int:
     """Return how many numbers an example has."""
-    return sum(leaf[0].numel() for _, leaf in tensors_of(cuts[0].batch))
+    return sum(leaf.numel() // len(leaf) for _, leaf in tensors_of(cuts[0].source))
 
 
 def _class(cuts: Cuts) -> int:
@@ -126,6 +153,11 @@ def _class(cuts: Cuts) -> int:
     Within a class, needs are taken to grow with the square, as those of attention do.
     """
     return _elements(cuts).bit_length()
+
+
+def _growth(cuts: Cuts, seen: _Need) -> float:
+    """Return how much more an example needs than one of those seen."""
+    return max(1.0, _elements(cuts) / seen.elements) ** 2
 
 
 def _examples(cuts: Cuts) -> int:

@@ -20,7 +20,8 @@ from microclip.engines.fused.record import Handler, Recorder, apply
 from microclip.engines.fused.uses import Formed, Rows, Use
 from microclip.engines.fused.workspace import Workspace
 
-PATCHES_AT_ONCE = 2**22  # bytes of patches written out at a time
+PATCHES_AT_ONCE = 2**20  # bytes of patches cut at a time, to be read again while they are at hand
+PATCHES_KEPT = 2**22  # bytes of patches that are cut once and kept
 GROUPING_PAYS = 256  # places of a micro-batch's windows
 GROUPED_INPUTS = 64  # numbers that a window takes in
 WRITING = (
@@ -50,7 +51,7 @@ class Geometry:
     def as_weight(self, result: Tensor) -> Weight:
         """Return the weight that this convolution is to the rows of its patches."""
         rows, each = math.prod(result.shape[2:]), result.element_size()
-        kept = min(self.nbytes_of_patches(result), PATCHES_AT_ONCE) + result.nbytes
+        kept = min(self.nbytes_of_patches(result), PATCHES_KEPT) + result.nbytes
         return Weight(rows, self.shape[0], self.inputs, each, kept, WRITING)
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -157,8 +158,9 @@ class Patches(Use):
     @override
     def kept(self, groups: Groups, workspace: Workspace) -> Use:
         """Few patches are cut once, for norms and for the sum; else a convolution finds the sum."""
-        if self.geometry.nbytes_of_patches(self.d) <= PATCHES_AT_ONCE:
-            return CutPatches(tuple(self._parts(groups, workspace.empty)), self.geometry)
+        if self.geometry.nbytes_of_patches(self.d) <= PATCHES_KEPT:
+            parts = self._parts(groups, workspace.empty, PATCHES_KEPT)
+            return CutPatches(tuple(parts), self.geometry)
         return Patches(self.x, workspace.keep(self.d), self.geometry)
 
     def _is_better_grouped(self, groups: Groups) -> bool:
@@ -170,12 +172,14 @@ class Patches(Use):
         fast = multitensor.on_host(self.d) and self.d.dtype == torch.float32
         return fast and rows >= GROUPING_PAYS and self.geometry.inputs >= GROUPED_INPUTS
 
-    def _parts(self, groups: Groups, memory: Memory) -> Iterator[Part]:
+    def _parts(
+        self, groups: Groups, memory: Memory, at_once: int = PATCHES_AT_ONCE
+    ) -> Iterator[Part]:
         """Yield rows of some micro-batches at a time: patches overlap, and take memory."""
         for block in groups:
             x, d = block.of(self.x), block.of(self.d)
             each = self.geometry.nbytes_of_patches(self.d[: block.size])
-            step = max(1, PATCHES_AT_ONCE // each)
+            step = max(1, at_once // each)
             for start in range(0, block.count, step):
                 patches = self.geometry.patches(x[start : start + step])
                 count = len(patches)

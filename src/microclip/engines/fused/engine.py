@@ -46,7 +46,7 @@ class Fused(Engine):
                 self._held.append(uses)
             else:
                 self._settle(uses, norms, chunk)
-            self.workspace.at_rest = self.budget.allowance(chunk)
+            self.workspace.at_rest = self.budget.at_rest(chunk)
 
     def _visit(self, loss_fn: LossFn, microbatches: Cuts) -> tuple[_Uses, Tensor]:
         """One forward and one backward pass."""
@@ -67,8 +67,7 @@ class Fused(Engine):
                     'mean. Return the losses themselves, as reduction="none" does.'
                 )
             means = groups.sum(losses) / groups.sizes_like(losses)
-            allowance = meter.allowance if meter else self.budget.allowance(microbatches)
-            uses.plan(recorder, allowance)
+            uses.plan(recorder, self.budget.to_keep(microbatches, self.parameters, meter))
             try:
                 backward(means.sum(), self.scaler)
             finally:
@@ -77,10 +76,7 @@ class Fused(Engine):
             if meter:
                 meter.kept = uses.nbytes
         norms = unscale(uses.norms(), self.scaler)
-        each = torch.split(losses.detach(), groups.sizes)
-        found = zip(norms.unbind(), means.detach().unbind(), each, strict=True)
-        for microbatch, (norm, mean, losses_of_it) in zip(microbatches, found, strict=True):
-            self.tally.add(microbatch, norm, mean, losses_of_it)
+        self.tally.extend(microbatches, norms, means.detach(), losses.detach())
         return uses, norms
 
     @torch.no_grad()

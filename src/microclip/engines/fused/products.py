@@ -44,6 +44,8 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, d: Tensor) -> Any:
         x, weight = ctx.saved_tensors
+        if not d.is_contiguous():  # copied once for all that is done with it
+            d = ctx.workspace.keep(d)
         ctx.note(x, d)
         dx = _times(d, weight, None, ctx.workspace) if ctx.needs_input_grad[1] else None
         return None, dx, None, None, None, None

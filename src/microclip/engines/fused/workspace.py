@@ -12,6 +12,7 @@ import math
 import mmap
 import sys
 from collections.abc import Iterator, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ class Workspace:
     """Lends memory for as long as the tensors in it live."""
 
     def __init__(self) -> None:
+        keep_what_is_freed()
         self.at_rest = math.inf  # bytes to hold on to between steps, at most
         self._blocks: dict[int, list[_Block]] = {}  # by size
         self._addresses: set[int] = set()
@@ -39,6 +41,11 @@ class Workspace:
     def nbytes(self) -> int:
         """Return how much memory is held, lent or free."""
         return sum(block.nbytes for block in self._all())
+
+    @property
+    def touched(self) -> int:
+        """Return how much of it was lent in this step."""
+        return sum(block.nbytes for block in self._all() if block.step == self._step)
 
     def empty(self, shape: Sequence[int], like: Tensor) -> Tensor:
         """Return a tensor of this shape that holds anything."""
@@ -92,6 +99,17 @@ class Workspace:
 
     def _all(self) -> Iterator[_Block]:
         return (block for blocks in self._blocks.values() for block in blocks)
+
+
+@cache
+def keep_what_is_freed() -> None:
+    """Free one large block, so that what is freed later on is kept by the process.
+
+    The allocator of glibc takes the largest block freed so far, up to 32 MiB, for a sign of what a
+    program needs, and gives memory back to the system only when twice as much lies idle. Before it
+    has seen that sign, each step's fresh pages can cost a quarter of it. Elsewhere nothing happens.
+    """
+    torch.empty(2**25 - 2**14, dtype=torch.uint8)
 
 
 class _Block:
