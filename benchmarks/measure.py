@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -14,16 +15,22 @@ from torch.profiler import ProfilerActivity, profile
 Step = Callable[[], object]
 
 
-def interleaved(steps: dict[str, Step], rounds: int, warmup: int = 2) -> dict[str, list[float]]:
+def interleaved(
+    steps: dict[str, Step], rounds: int, warmup: int = 2, seldom: Collection[str] = ()
+) -> dict[str, list[float]]:
     """Return the seconds that each step took in each round; a round runs each of them once.
 
-    The order turns by one every round, so that nobody always runs after the same neighbour.
+    The order turns by one every round, so that nobody always runs after the same neighbour. Those
+    that are `seldom` run take part in every third round only, and have NaN for the others.
     """
     names = list(steps)
     seconds: dict[str, list[float]] = {name: [] for name in names}
     for turn in range(warmup + rounds):
         shift = turn % len(names)
         for name in names[shift:] + names[:shift]:
+            if name in seldom and turn >= warmup and (turn - warmup) % 3:
+                seconds[name].append(math.nan)
+                continue
             start = time.perf_counter()
             steps[name]()
             if turn >= warmup:
@@ -34,7 +41,7 @@ def interleaved(steps: dict[str, Step], rounds: int, warmup: int = 2) -> dict[st
 def ratio(seconds: dict[str, list[float]], name: str, base: str) -> tuple[float, float, float]:
     """Return the median and the quartiles of the ratio to a base, taken within each round."""
     ratios = [a / b for a, b in zip(seconds[name], seconds[base], strict=True)]
-    low, middle, high = statistics.quantiles(ratios, n=4)
+    low, middle, high = statistics.quantiles([r for r in ratios if not math.isnan(r)], n=4)
     return middle, low, high
 
 

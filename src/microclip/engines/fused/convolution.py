@@ -316,7 +316,7 @@ def convolution(dimensions: int) -> Handler:
 
         def note(x: Tensor, d: Tensor) -> None:
             if b is not None:
-                recorder.on_use(b, recorder.formed(d.flatten(2).mT))
+                recorder.on_use(b, Formed(recorder.groups.sum(d.flatten(2).sum(2))))
             if w is not None and groups == 1:
                 recorder.on_use(w, Patches(x, d, geometry))
             elif w is not None:

@@ -93,6 +93,10 @@ class Groups:
         """Add up along the first dimension, examples, within each micro-batch."""
         return together([block.sum(values) for block in self])
 
+    def sum_rows(self, rows: Tensor) -> Tensor:
+        """Add (examples, n, ...) up within each micro-batch."""
+        return together([block.rows_of(rows).sum(1) for block in self])
+
     def sizes_like(self, values: Tensor) -> Tensor:
         """Return the sizes as numbers of the kind that `values` holds."""
         return torch.tensor(self.sizes, dtype=values.dtype, device=values.device)

@@ -22,7 +22,7 @@ class Weight:
     q: int
     itemsize: int
     kept: int  # bytes, if its rows are kept
-    worth: int = 48  # products that take as long as writing a number and reading it again
+    worth: int = 30  # products that take as long as writing a number and reading it again
 
     def written(self, groups: Groups) -> int:
         """Return the bytes of its gradients."""

@@ -195,7 +195,7 @@ class Recorder(TorchFunctionMode):
 
     def formed(self, values: Tensor) -> Formed:
         """Add up (examples, n, ...) within micro-batches."""
-        return Formed(self.groups.sum(values.sum(1)))
+        return Formed(self.groups.sum_rows(values))
 
     def rows(self, tensor: Tensor) -> Tensor:
         """Return a tensor with the examples along the first dimension as (examples, n, width)."""
