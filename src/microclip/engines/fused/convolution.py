@@ -24,9 +24,7 @@ PATCHES_AT_ONCE = 2**20  # bytes of patches cut at a time, to be read again whil
 PATCHES_KEPT = 2**22  # bytes of patches that are cut once and kept
 GROUPING_PAYS = 256  # places of a micro-batch's windows
 GROUPED_INPUTS = 64  # numbers that a window takes in
-WRITING = (
-    16  # products that take as long as a written number: rows of patches cost more than others
-)
+WRITING = 16  # the worth of a written number, in products: patches cost more than other rows do
 
 
 @dataclass(frozen=True)

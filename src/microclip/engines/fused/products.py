@@ -54,7 +54,7 @@ class _Linear(torch.autograd.Function):
 def _times(x: Tensor, weight: Tensor, bias: Tensor | None, workspace: Workspace) -> Tensor:
     """Return x W + bias."""
     out = workspace.empty((*x.shape[:-1], weight.shape[1]), x)
-    rows, flat = x.reshape(-1, x.shape[-1]), out.view(-1, out.shape[-1])
+    rows, flat = x.flatten(0, -2), out.flatten(0, -2)  # of `out` a view
     if bias is None:
         torch.mm(rows, weight, out=flat)
     else:
