@@ -62,6 +62,29 @@ def test_half_precision_one_microbatch_is_plain():
     assert all(torch.equal(f, p) for f, p in zip(gradient(model), plain, strict=True))
 
 
+@pytest.mark.parametrize("how", ["parameters", "autocast"])
+@pytest.mark.parametrize("b", [1, 2, 4])
+def test_convolutions_in_a_single_pass(how, b):
+    """Their gradients are added up in float32, also where all else is in half precision."""
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 3, stride=2), nn.Flatten()
+    )
+    x = torch.randn(8, 3, 12, 12)
+    if how == "parameters":
+        model, x = model.bfloat16(), x.bfloat16()
+
+    def losses(x):
+        with torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast"):
+            return model(x).float().square().mean(1)
+
+    found = []
+    for engine in ("stream", "fused"):
+        model.zero_grad()
+        Clipper(model, b, engine=engine).backward(losses, x)
+        found.append([gradient.double() for gradient in gradient(model)])
+    properties.assert_close(found[1], found[0], 0.01)
+
+
 @pytest.mark.parametrize("where", ["inside loss_fn", "around backward"])
 @pytest.mark.parametrize("engine", ["stream", "two_pass"])
 def test_autocast(where, engine):

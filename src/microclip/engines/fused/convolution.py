@@ -17,13 +17,14 @@ from microclip.engines.base import CannotFuseError
 from microclip.engines.fused.groups import Groups, Shares, together
 from microclip.engines.fused.plan import Weight
 from microclip.engines.fused.record import Handler, Recorder, apply
-from microclip.engines.fused.uses import Formed, Rows, Use
+from microclip.engines.fused.uses import Formed, Rows, Use, room_for
 from microclip.engines.fused.workspace import Workspace
 
 PATCHES_AT_ONCE = 2**20  # bytes of patches cut at a time, to be read again while they are at hand
 PATCHES_KEPT = 2**22  # bytes of patches that are cut once and kept
 GROUPING_PAYS = 256  # places of a micro-batch's windows
 GROUPED_INPUTS = 64  # numbers that a window takes in
+Memory = Callable[[Sequence[int], Tensor], Tensor]  # from which tensors of some shape are had
 WRITING = 16  # the worth of a written number, in products: patches cost more than other rows do
 
 
@@ -48,7 +49,7 @@ class Geometry:
 
     def as_weight(self, result: Tensor) -> Weight:
         """Return the weight that this convolution is to the rows of its patches."""
-        rows, each = math.prod(result.shape[2:]), result.element_size()
+        rows, each = math.prod(result.shape[2:]), multitensor.accumulation_dtype(result).itemsize
         kept = min(self.nbytes_of_patches(result), PATCHES_KEPT) + result.nbytes
         return Weight(rows, self.shape[0], self.inputs, each, kept, WRITING)
 
@@ -128,14 +129,14 @@ class Patches(Use):
 
     @override
     def squared_norms(self, groups: Groups) -> Tensor:
-        parts = self._parts(groups, _fresh)
+        parts = self._parts(groups, lambda shape, like: like.new_empty(shape))
         return together([part.rows.squared_norms(part.groups) for part in parts])
 
     @override
     def form(self, groups: Groups, workspace: Workspace) -> Tensor:
         if self._is_better_grouped(groups):
             return self.geometry.weight_gradients(self.d, self.x, groups)
-        out = workspace.empty((len(groups), *self.shape), self.x)
+        out = room_for(groups, self.shape, self.x, workspace)
         for part in self._parts(groups, workspace.empty):
             part.form_into(out)
         return out
@@ -188,13 +189,6 @@ class Patches(Use):
                 yield Part(block.first_microbatch + start, Groups([1] * count), rows)
 
 
-Memory = Callable[[Sequence[int], Tensor], Tensor]  # from which tensors of some shape are had
-
-
-def _fresh(shape: Sequence[int], like: Tensor) -> Tensor:
-    return like.new_empty(shape)
-
-
 @dataclass(frozen=True)
 class Part:
     """The rows of neighbouring micro-batches, each of them taken for one example."""
@@ -235,7 +229,7 @@ class CutPatches(Use):
 
     @override
     def form(self, groups: Groups, workspace: Workspace) -> Tensor:
-        out = workspace.empty((len(groups), *self.shape), self.parts[0].rows.inputs)
+        out = room_for(groups, self.shape, self.parts[0].rows.inputs, workspace)
         for part in self.parts:
             part.form_into(out)
         return out

@@ -12,7 +12,7 @@ from microclip import multitensor
 from microclip.engines.base import CannotFuseError, Engine
 from microclip.engines.fused.anything import anything
 from microclip.engines.fused.budget import Budget
-from microclip.engines.fused.groups import Groups
+from microclip.engines.fused.groups import Groups, Shares
 from microclip.engines.fused.layers import HANDLERS
 from microclip.engines.fused.plan import to_write_out
 from microclip.engines.fused.record import Recorder
@@ -223,16 +223,20 @@ class _Uses:
             self._joined.add_to(total, shares, self.workspace)
         for name in list(self._of):
             uses = self._of.pop(name) if last else self._of[name]
-            found = total.get(name)
-            if found is not None and parameters[name].is_complex():
-                found = torch.view_as_complex(found)
-            for use in uses:
-                so_far = None if found is None else found.view(use.shape)
-                found = use.add_to(so_far, shares, self.workspace)
-            assert found is not None
-            uses = []
-            found = found.view(parameters[name].shape)
-            total[name] = torch.view_as_real(found) if found.is_complex() else found
+            total[name] = self._added(total.get(name), uses, shares, parameters[name])
+
+    def _added(
+        self, found: Tensor | None, uses: list[Use], shares: Shares, parameter: nn.Parameter
+    ) -> Tensor:
+        """Return a parameter's total with these uses added."""
+        if found is not None and parameter.is_complex():
+            found = torch.view_as_complex(found)
+        for use in uses:
+            so_far = None if found is None else found.view(use.shape)
+            found = use.add_to(so_far, shares, self.workspace)
+        assert found is not None
+        found = found.view(parameter.shape)
+        return torch.view_as_real(found) if found.is_complex() else found
 
 
 def _check(model: nn.Module, parameters: dict[str, nn.Parameter]) -> None:

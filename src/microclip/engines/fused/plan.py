@@ -20,7 +20,7 @@ class Weight:
     rows: int  # of an example
     p: int
     q: int
-    itemsize: int
+    itemsize: int  # of a written number
     kept: int  # bytes, if its rows are kept
     worth: int = 30  # products that take as long as writing a number and reading it again
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from microclip import multitensor
 from microclip.engines.base import CannotFuseError
 from microclip.engines.fused.plan import Weight
 from microclip.engines.fused.record import (
@@ -98,9 +99,9 @@ def _product(
     recorder.expect(w, b)
     if w is not None:
         p, q = weight.shape if transposed else weight.shape[::-1]
-        rows = x.numel() // p
-        each = x.element_size()
-        recorder.weights[w] = Weight(rows // recorder.groups.examples, p, q, each, rows * q * each)
+        rows, written = x.numel() // p, multitensor.accumulation_dtype(x).itemsize
+        kept = rows * q * x.element_size()
+        recorder.weights[w] = Weight(rows // recorder.groups.examples, p, q, written, kept)
     arrange = recorder.arrangement
 
     def note(x: Tensor, d: Tensor) -> None:

@@ -179,7 +179,7 @@ class Rows(Use):
 
     @override
     def form(self, groups: Groups, workspace: Workspace) -> Tensor:
-        out = workspace.empty((len(groups), *self.shape), _wide(self.right[:0]))
+        out = room_for(groups, self.shape, self.right, workspace)
         self.form_into(groups, out)
         return out
 
@@ -252,7 +252,7 @@ class Lines(Use):
     @override
     def form(self, groups: Groups, workspace: Workspace) -> Tensor:
         deltas = _wide(self.deltas)
-        out = workspace.empty((len(groups), *self.shape), deltas).zero_()
+        out = room_for(groups, self.shape, deltas, workspace).zero_()
         for block in groups:
             rows = block.rows_of(deltas)
             indices = block.rows_of(self.indices).unsqueeze(2).expand_as(rows)
@@ -267,6 +267,11 @@ class Lines(Use):
     @override
     def kept(self, groups: Groups, workspace: Workspace) -> Lines:
         return Lines(self.indices, workspace.keep(self.deltas), self.lines)
+
+
+def room_for(groups: Groups, shape: tuple[int, ...], like: Tensor, workspace: Workspace) -> Tensor:
+    """Return memory for one gradient per micro-batch, in a precision to add up in."""
+    return workspace.empty((len(groups), *shape), _wide(like[:0]))
 
 
 def inner_products(one: Rows | Lines, other: Rows | Lines, groups: Groups) -> Tensor:
