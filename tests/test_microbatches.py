@@ -171,3 +171,13 @@ def test_bad_microbatch_sizes(bad):
 def test_good_microbatch_sizes():
     assert check_size(np.int64(4)) == 4
     assert check_size(None) is None
+
+
+def test_whoever_takes_a_container_apart_takes_it_from_nobody_else():
+    batch = {"x": torch.arange(4.0), "labels": torch.arange(4)}
+    cuts = cut(batch, 2)
+    cuts.whole.pop("labels")
+    cuts[0].batch.pop("labels")
+    assert cuts.whole["labels"] is batch["labels"]
+    assert cuts[0].batch["labels"].tolist() == [0, 1]
+    assert cuts[1].batch["labels"].tolist() == [2, 3]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
 import math
 import operator
 from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping, Sequence
@@ -36,9 +35,12 @@ class Microbatch:
         """How many examples there are."""
         return len(self.positions)
 
-    @functools.cached_property
+    @property
     def batch(self) -> Any:
-        """The examples, in the shape of the batch they are cut from; a single pass never asks."""
+        """The examples, in the shape of the batch they are cut from, cut anew whenever asked for.
+
+        So a loss function may take its container apart, as that of transformers' Trainer does.
+        """
         return _select(self.source, self.positions)
 
 
@@ -66,9 +68,9 @@ class Cuts(list[Microbatch]):
 
     @property
     def whole(self) -> Any:
-        """All the examples, micro-batch after micro-batch."""
+        """All the examples, micro-batch after micro-batch, in a container of their own."""
         if self._positions == list(range(count_examples(self._batch))):
-            return self._batch
+            return _map(lambda leaf: leaf, self._batch)
         return _select(self._batch, self._positions)
 
 
