@@ -12,7 +12,7 @@ from microclip import Clipper, rules
 from microclip.engines.fused.convolution import Geometry, Patches
 from microclip.engines.fused.groups import Groups
 from microclip.engines.fused.plan import Weight, to_write_out
-from microclip.engines.fused.uses import Formed, Lines, Rows, squared_norms, sum_of
+from microclip.engines.fused.uses import Formed, Halves, Lines, Rows, squared_norms, sum_of
 from microclip.engines.fused.workspace import Workspace
 from microclip.microbatches import cut
 
@@ -56,15 +56,19 @@ class TestAlgebra:
         return Patches(torch.randn(e, 1, 7).double(), torch.randn(e, 4, 4).double(), geometry)
 
     @pytest.mark.parametrize(
-        "kinds", ["r", "l", "t", "rr", "rt", "rl", "lr", "ll", "rlf", "f", "rf"]
+        "kinds", ["r", "l", "t", "rr", "rt", "rl", "lr", "ll", "rlf", "f", "rf", "h", "rh"]
     )
     def test_norms_and_sums_are_those_of_the_formed_gradients(self, kinds):
-        """r: rows, t: rows the other way round, l: lines, f: formed; several have cross terms."""
+        """r: rows, t: rows the other way round, l: lines, f: formed, h: formed in two halves.
+
+        Several have cross terms.
+        """
         make = {
             "r": self.rows,
             "t": lambda: self.rows(4, 3, inputs_first=False),
             "l": self.lines,
             "f": lambda: Formed(torch.randn(3, 3, 4).double()),
+            "h": lambda: Halves(*(Formed(torch.randn(n, 3, 4).double()) for n in (2, 1))),
         }
         self.check([make[kind]() for kind in kinds])
 
@@ -175,6 +179,30 @@ class TestPlan:
             found.append([p.grad for p in task.model.parameters()])
         for one, other in zip(*found, strict=True):
             assert (one - other).norm() <= 1e-5 * one.norm()
+
+    @pytest.mark.parametrize("inputs_first", [True, False])
+    def test_gradients_are_written_in_halves_where_only_those_find_room(self, inputs_first):
+        """5 micro-batches of 256 x 128 numbers, in halves of 2 and 3."""
+        torch.manual_seed(0)
+        groups, workspace = Groups([2] * 5), Workspace()
+        rows = Rows(torch.randn(10, 3, 256), torch.randn(10, 3, 128), inputs_first)
+        wanted = rows.form(groups, Workspace())
+        whole = rows.written_out(groups, workspace)
+        assert isinstance(whole, Formed)  # nothing is there: as well a whole block
+        assert torch.equal(whole.gradients, wanted)
+        workspace.clear()
+        workspace.empty((3 * 256 * 128,), wanted)
+        halves = rows.written_out(groups, workspace)
+        assert isinstance(halves, Halves)
+        assert [len(half.gradients) for half in (halves.first, halves.second)] == [2, 3]
+        torch.testing.assert_close(halves.form(groups, workspace), wanted)
+        del whole, halves
+        workspace.empty((5 * 256 * 128,), wanted)
+        assert isinstance(rows.written_out(groups, workspace), Formed)
+        ragged = Groups([4, 4, 2])
+        workspace.clear()
+        workspace.empty((2 * 256 * 128,), wanted)
+        assert isinstance(rows.written_out(ragged, workspace), Formed)
 
 
 class TestWorkspace:

@@ -75,14 +75,15 @@ class Budget:
     ) -> float:
         """Return what a backward pass may keep, if that makes it faster.
 
-        As much as the forward pass saved; under a limit only what that leaves.
+        As much as the forward pass saved, and half of what it put into the workspace, which makes
+        room by then; under a limit only what that leaves.
         """
         if meter:
-            return meter.saved if self._given is None else 0.0
+            return meter.saved + meter.lent / 2 if self._given is None else 0.0
         seen = self._seen[_class(cuts)]
         saved = seen.saved * _examples(cuts) * _growth(cuts, seen)
         if self._given is None:
-            return saved
+            return saved * (1 + seen.lent / seen.saved / 2)
         passing = seen.passing * _examples(cuts) * _growth(cuts, seen)
         return min(saved, self._room(parameters) - saved - passing)
 

@@ -148,7 +148,7 @@ class _Uses:
         uses = self._of.setdefault(name, [])
         last = len(uses) + 1 == self._expected[name] and name not in self._derived
         if name in self._written_out:
-            use = Formed(use.form(self.groups, self.workspace))
+            use = use.written_out(self.groups, self.workspace)
         uses.append(use.kept(self.groups, self.workspace))
         if last:
             self._judge(name, uses)

@@ -48,6 +48,10 @@ class Use(ABC):
     def form(self, groups: Groups, workspace: Workspace) -> Tensor:
         """Return the gradients of all micro-batches, written out."""
 
+    def written_out(self, groups: Groups, workspace: Workspace) -> Use:
+        """Return the same as gradients that are written out."""
+        return Formed(self.form(groups, workspace))
+
     @abstractmethod
     def without(self, left_out: Shares) -> Use:
         """Blank what will be left out: a share of 0 would not do, since 0 x NaN is NaN."""
@@ -92,6 +96,47 @@ class Formed(Use):
     def without(self, left_out: Shares) -> Formed:
         mask = left_out.of_microbatches.view(-1, *(1,) * (self.gradients.dim() - 1))
         return Formed(self.gradients.masked_fill(mask, 0.0))
+
+
+@dataclass(frozen=True)
+class Halves(Use):
+    """The same in two pieces, which find room where one would not."""
+
+    first: Formed
+    second: Formed
+
+    @property
+    @override
+    def shape(self) -> tuple[int, ...]:
+        return self.first.shape
+
+    @property
+    @override
+    def nbytes(self) -> int:
+        return self.first.nbytes + self.second.nbytes
+
+    @override
+    def squared_norms(self, groups: Groups) -> Tensor:
+        return torch.cat([half.squared_norms(groups) for half in (self.first, self.second)])
+
+    @override
+    def add_to(self, total: Tensor | None, shares: Shares, workspace: Workspace) -> Tensor:
+        first, second = self._of(shares)
+        return self.second.add_to(self.first.add_to(total, first, workspace), second, workspace)
+
+    @override
+    def form(self, groups: Groups, workspace: Workspace) -> Tensor:
+        return torch.cat([self.first.gradients, self.second.gradients])
+
+    @override
+    def without(self, left_out: Shares) -> Halves:
+        first, second = self._of(left_out)
+        return Halves(self.first.without(first), self.second.without(second))
+
+    def _of(self, shares: Shares) -> tuple[Shares, Shares]:
+        """Return the shares of each; by micro-batch is all that they ask for."""
+        count, each = len(self.first.gradients), shares.of_microbatches
+        return Shares(each[:count], shares.of_examples), Shares(each[count:], shares.of_examples)
 
 
 class Joined:
@@ -182,6 +227,23 @@ class Rows(Use):
         out = room_for(groups, self.shape, self.right, workspace)
         self.form_into(groups, out)
         return out
+
+    @override
+    def written_out(self, groups: Groups, workspace: Workspace) -> Use:
+        whole = len(groups) * math.prod(self.shape) * _wide(self.right[:0]).element_size()
+        alike = len(groups.blocks) == 1 and len(groups) > 1
+        if not alike or workspace.fits(whole) or not workspace.fits(whole // 2):
+            return Formed(self.form(groups, workspace))
+        (block,) = groups
+        middle = block.count // 2
+        left, right = (
+            block.rows_of(rows).tensor_split([middle]) for rows in (self.left, self.right)
+        )
+        first, second = (
+            Formed(Rows(b, a, False).form(Groups([1] * len(a)), workspace))
+            for a, b in zip(left, right, strict=True)
+        )
+        return Halves(first, second)
 
     def form_into(self, groups: Groups, out: Tensor) -> None:
         """Write the gradients of all micro-batches out."""

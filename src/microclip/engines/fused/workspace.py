@@ -52,7 +52,8 @@ class Workspace:
         nbytes = math.prod(shape) * like.element_size()
         if nbytes < SMALLEST or not multitensor.on_host(like):
             return like.new_empty(shape)
-        block = self._free(nbytes + -nbytes % mmap.PAGESIZE)
+        nbytes += -nbytes % mmap.PAGESIZE
+        block = self._found(nbytes) or self._add(_Block(nbytes))
         block.step = self._step
         tensor = torch.frombuffer(block.memory, dtype=like.dtype, count=math.prod(shape))
         return tensor.resize_(shape)  # in place, so that it is nobody's view
@@ -66,6 +67,10 @@ class Workspace:
     def holds(self, address: int) -> bool:
         """Whether memory that begins here is one of these blocks."""
         return address in self._addresses
+
+    def fits(self, nbytes: int) -> bool:
+        """Whether there is room for a tensor without asking the system for more."""
+        return self._found(nbytes + -nbytes % mmap.PAGESIZE) is not None
 
     def rest(self) -> None:
         """End a step: let go of what it did not need, and of what is too much to hold on to."""
@@ -83,14 +88,13 @@ class Workspace:
         """Let all of it go; what is lent lives on with its tensors."""
         self._blocks, self._addresses = {}, set()
 
-    def _free(self, nbytes: int) -> _Block:
+    def _found(self, nbytes: int) -> _Block | None:
         """Return the smallest free block that fits and is not more than half wasted."""
         for block in self._blocks.get(nbytes, ()):  # steps are alike, so there nearly always is one
             if block.is_free:
                 return block
         fitting = (b for b in self._all() if nbytes < b.nbytes <= 2 * nbytes and b.is_free)
-        found = min(fitting, key=lambda block: block.nbytes, default=None)
-        return found or self._add(_Block(nbytes))
+        return min(fitting, key=lambda block: block.nbytes, default=None)
 
     def _add(self, block: _Block) -> _Block:
         self._blocks.setdefault(block.nbytes, []).append(block)
