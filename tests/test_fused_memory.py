@@ -119,6 +119,15 @@ class TestWorkspace:
         workspace.rest()
         assert workspace.nbytes == 0
 
+    def test_what_is_let_go_does_not_count(self):
+        workspace = Workspace()
+        workspace.empty((2**20,), self.like)
+        workspace.rest()
+        workspace.at_rest = 2**18
+        workspace.empty((2**16,), self.like)
+        workspace.rest()
+        assert workspace.nbytes == 2**18
+
     def test_tensors_outlive_it(self):
         workspace = Workspace()
         tensor = workspace.empty((2**16,), self.like).fill_(3)
@@ -231,6 +240,18 @@ class TestBudget:
         assert sum(sizes) == 32
         assert max(sizes) - min(sizes) <= 2  # alike, but for one micro-batch
         assert all(size % 2 == 0 for size in sizes)
+
+    @pytest.mark.parametrize("budget", [None, 1000])
+    def test_models_that_save_nothing(self, budget):
+        """Inputs and parameters were there before the step, and do not count."""
+        model = nn.Linear(3, 2, bias=False)
+        clipper = Clipper(model, 2, engine="fused", memory_budget=budget)
+        x = torch.randn(8, 3)
+        for _ in range(3):
+            model.zero_grad()
+            outcome = clipper.backward(lambda x: model(x).mean(1), x)
+        assert torch.equal(outcome.sizes, torch.tensor([2, 2, 2, 2]))
+        assert outcome.norms.min() > 0
 
     def test_longer_examples_get_smaller_chunks(self):
         model, sizes = self.model(), []

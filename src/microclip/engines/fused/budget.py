@@ -48,6 +48,8 @@ class Budget:
         if seen is None:
             return len(cuts) if self._given is None else max(1, len(cuts) // PROBE)
         need = (seen.saved - seen.lent + seen.kept + seen.passing) * _growth(cuts, seen)
+        if not need:  # nothing is saved but what was there before
+            return len(cuts)
         return max(1, min(len(cuts), int(self._room(parameters) / (need * size))))
 
     @contextmanager
@@ -83,7 +85,7 @@ class Budget:
         seen = self._seen[_class(cuts)]
         saved = seen.saved * _examples(cuts) * _growth(cuts, seen)
         if self._given is None:
-            return saved * (1 + seen.lent / seen.saved / 2)
+            return saved + seen.lent / 2 * _examples(cuts) * _growth(cuts, seen)
         passing = seen.passing * _examples(cuts) * _growth(cuts, seen)
         return min(saved, self._room(parameters) - saved - passing)
 

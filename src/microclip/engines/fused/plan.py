@@ -31,7 +31,7 @@ class Weight:
     def gain(self, groups: Groups) -> float:
         """Return by how much writing out is faster, for each byte; not so below 1."""
         rows = groups.largest * self.rows
-        return rows**2 * (self.p + self.q) / (self.worth * self.p * self.q)
+        return rows**2 * (self.p + self.q) / (self.worth * max(1, self.p * self.q))
 
 
 def to_write_out(weights: dict[str, Weight], groups: Groups, allowance: float) -> set[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -99,7 +100,7 @@ def _product(
     recorder.expect(w, b)
     if w is not None:
         p, q = weight.shape if transposed else weight.shape[::-1]
-        rows, written = x.numel() // p, multitensor.accumulation_dtype(x).itemsize
+        rows, written = math.prod(x.shape[:-1]), multitensor.accumulation_dtype(x).itemsize
         kept = rows * q * x.element_size()
         recorder.weights[w] = Weight(rows // recorder.groups.examples, p, q, written, kept)
     arrange = recorder.arrangement

@@ -76,8 +76,8 @@ class Workspace:
         """End a step: let go of what it did not need, and of what is too much to hold on to."""
         held, kept = 0, []
         for block in self._all():
-            held += block.nbytes
-            if block.step == self._step and held <= self.at_rest:
+            if block.step == self._step and held + block.nbytes <= self.at_rest:
+                held += block.nbytes
                 kept.append(block)
         self.clear()
         for block in kept:
