@@ -74,7 +74,7 @@ def squared_norms(tensors: Tensor) -> Tensor:
     """Return the squared L2 norm of each entry along the first dimension, added up widely."""
     if tensors.is_complex():
         tensors = torch.view_as_real(tensors)
-    flat = tensors.reshape(len(tensors), -1)
+    flat = as_it_lies(tensors).flatten(1)
     flat = flat.to(accumulation_dtype(flat))
     wide = widest(tensors.device)
     end = flat.shape[1] % BLOCK
@@ -85,10 +85,28 @@ def squared_norms(tensors: Tensor) -> Tensor:
     return total
 
 
+def as_it_lies(tensors: Tensor) -> Tensor:
+    """Return each entry along the first dimension with its elements in the order of the memory."""
+    return tensors.permute(0, *_order(tensors)) if not tensors.is_contiguous() else tensors
+
+
+def put_back(lying: Tensor, tensors: Tensor) -> Tensor:
+    """Return one entry of `as_it_lies(tensors)`, or what became of it, in the right order."""
+    if tensors.is_contiguous():
+        return lying
+    order = _order(tensors)
+    return lying.permute([order.index(i) for i in range(1, tensors.dim())])
+
+
+def _order(tensors: Tensor) -> list[int]:
+    """Return the dimensions but the first as they follow each other in memory."""
+    return sorted(range(1, tensors.dim()), key=tensors.stride, reverse=True)
+
+
 def _flat(tensor: Tensor) -> Tensor:
     """Return the elements in a row, in whatever order the memory has them."""
     if not tensor.is_contiguous():
-        tensor = tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
+        tensor = as_it_lies(tensor.unsqueeze(0))
     return tensor.reshape(-1)
 
 

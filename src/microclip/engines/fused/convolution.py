@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -20,7 +20,7 @@ from microclip.engines.fused.record import Handler, Recorder, apply
 from microclip.engines.fused.uses import Formed, Rows, Use, room_for
 from microclip.engines.fused.workspace import Workspace
 
-PATCHES_AT_ONCE = 2**20  # bytes of patches cut at a time, to be read again while they are at hand
+PATCHES_AT_ONCE = 2**23  # bytes of patches cut at a time, to be read again while they are at hand
 PATCHES_KEPT = 2**22  # bytes of patches that are cut once and kept
 GROUPING_PAYS = 256  # places of a micro-batch's windows
 GROUPED_INPUTS = 64  # numbers that a window takes in
@@ -86,19 +86,41 @@ class Geometry:
         found = self._backward(wide_d, wide_x, weight, mask, self.groups * count)[1]
         return cast(Tensor, found).view(count, *self.shape)
 
-    def patches(self, x: Tensor) -> Tensor:
-        """Return (micro-batches, inputs..., places...) of (micro-batches, examples, channels, ...).
+    def patches(self, x: Tensor, by_place: bool, memory: Memory) -> Tensor:
+        """Return (micro-batches, rows, inputs) of (micro-batches, examples, channels, ...).
 
-        Of inputs and places each has all its dimensions; nothing is copied but for padding.
+        A row is the window at one place. They lie one after the other if `by_place`, with the
+        channels of each offset side by side; else all places lie side by side for each input.
         """
         dimensions = len(self.stride)
+        channels = 2 + dimensions if by_place else 2
+        x = x.movedim(2, channels)
+        first = 2 if by_place else 3
         if any(self.padding):
-            x = F.pad(x, [side for pad in reversed(self.padding) for side in (pad, pad)])
+            sides = [side for pad in reversed(self.padding) for side in (pad, pad)]
+            x = F.pad(x, [0, 0, *sides] if by_place else sides)
+        elif by_place:
+            x = x.contiguous()
         for i in range(dimensions):
             reach = (self.shape[2 + i] - 1) * self.dilation[i] + 1
-            x = x.unfold(3 + i, reach, self.stride[i])[..., :: self.dilation[i]]
-        places, offsets = range(3, 3 + dimensions), range(3 + dimensions, 3 + 2 * dimensions)
-        return x.permute(0, 2, *offsets, 1, *places)
+            x = x.unfold(first + i, reach, self.stride[i])[..., :: self.dilation[i]]
+        places, offsets = range(first, first + dimensions), range(3 + dimensions, x.dim())
+        if by_place:
+            x = x.permute(0, 1, *places, *offsets, channels)
+            return memory(x.shape, x).copy_(x).view(len(x), -1, self.inputs)
+        x = x.permute(0, channels, *offsets, 1, *places)
+        return memory(x.shape, x).copy_(x).view(len(x), self.inputs, -1).mT
+
+    def is_better_by_place(self, d: Tensor) -> bool:
+        """Whether there are more channels to lie side by side than places, given what comes back."""
+        return self.shape[1] >= 2 * d.shape[-1]
+
+    def weights(self, products: Tensor, by_place: bool) -> Tensor:
+        """Return (..., outputs, inputs) as weights (..., *shape), whose order may be another."""
+        if not by_place:
+            return products.unflatten(-1, self.shape[1:])
+        offsets = self.shape[2:]
+        return products.unflatten(-1, (*offsets, self.shape[1])).movedim(-1, -1 - len(offsets))
 
     @property
     def _none(self) -> tuple[int, ...]:
@@ -129,17 +151,13 @@ class Patches(Use):
 
     @override
     def squared_norms(self, groups: Groups) -> Tensor:
-        parts = self._parts(groups, lambda shape, like: like.new_empty(shape))
-        return together([part.rows.squared_norms(part.groups) for part in parts])
+        return self._cut(groups, lambda shape, like: like.new_empty(shape)).squared_norms(groups)
 
     @override
     def form(self, groups: Groups, workspace: Workspace) -> Tensor:
         if self._is_better_grouped(groups):
             return self.geometry.weight_gradients(self.d, self.x, groups)
-        out = room_for(groups, self.shape, self.x, workspace)
-        for part in self._parts(groups, workspace.empty):
-            part.form_into(out)
-        return out
+        return self._cut(groups, workspace.empty).form(groups, workspace)
 
     @override
     def add_to(self, total: Tensor | None, shares: Shares, workspace: Workspace) -> Tensor:
@@ -158,8 +176,8 @@ class Patches(Use):
     def kept(self, groups: Groups, workspace: Workspace) -> Use:
         """Few patches are cut once, for norms and for the sum; else a convolution finds the sum."""
         if self.geometry.nbytes_of_patches(self.d) <= PATCHES_KEPT:
-            parts = self._parts(groups, workspace.empty, PATCHES_KEPT)
-            return CutPatches(tuple(parts), self.geometry)
+            cut = self._cut(groups, workspace.empty)
+            return replace(cut, parts=tuple(cut.parts))
         return Patches(self.x, workspace.keep(self.d), self.geometry)
 
     def _is_better_grouped(self, groups: Groups) -> bool:
@@ -171,22 +189,22 @@ class Patches(Use):
         fast = multitensor.on_host(self.d) and self.d.dtype == torch.float32
         return fast and rows >= GROUPING_PAYS and self.geometry.inputs >= GROUPED_INPUTS
 
-    def _parts(
-        self, groups: Groups, memory: Memory, at_once: int = PATCHES_AT_ONCE
-    ) -> Iterator[Part]:
-        """Yield rows of some micro-batches at a time: patches overlap, and take memory."""
-        for block in groups:
-            x, d = block.of(self.x), block.of(self.d)
-            each = self.geometry.nbytes_of_patches(self.d[: block.size])
-            step = max(1, at_once // each)
-            for start in range(0, block.count, step):
-                patches = self.geometry.patches(x[start : start + step])
-                count = len(patches)
-                held = memory(patches.shape, self.x).copy_(patches)
-                inputs = held.view(count, self.geometry.inputs, -1)
-                deltas = d[start : start + step].flatten(3).transpose(1, 2).flatten(2)
-                rows = Rows(inputs.mT, deltas.mT, inputs_first=False)
-                yield Part(block.first_microbatch + start, Groups([1] * count), rows)
+    def _cut(self, groups: Groups, memory: Memory) -> CutPatches:
+        """Return the same with its patches cut, some at a time: they overlap, and take memory."""
+        by_place = self.geometry.is_better_by_place(self.d)
+
+        def parts() -> Iterator[Part]:
+            for block in groups:
+                x, d = block.of(self.x), block.of(self.d)
+                each = self.geometry.nbytes_of_patches(self.d[: block.size])
+                step = max(1, PATCHES_AT_ONCE // each)
+                for start in range(0, block.count, step):
+                    patches = self.geometry.patches(x[start : start + step], by_place, memory)
+                    deltas = d[start : start + step].flatten(3).transpose(1, 2).flatten(2).mT
+                    rows = Rows(patches, deltas, inputs_first=False)
+                    yield Part(block.first_microbatch + start, Groups([1] * len(deltas)), rows)
+
+        return CutPatches(parts(), self.geometry, by_place, self.x)
 
 
 @dataclass(frozen=True)
@@ -197,10 +215,6 @@ class Part:
     groups: Groups
     rows: Rows
 
-    def form_into(self, out: Tensor) -> None:
-        """Write the gradients of these micro-batches into those of all."""
-        self.rows.form_into(self.groups, self.of(out).flatten(2))
-
     def of(self, values: Tensor) -> Tensor:
         """Return this part's share of (micro-batches, ...)."""
         return values[self.first : self.first + len(self.groups)]
@@ -208,10 +222,12 @@ class Part:
 
 @dataclass(frozen=True)
 class CutPatches(Use):
-    """The same with its patches cut."""
+    """The same as rows. Parts that are cut as they are asked for can be asked for once."""
 
-    parts: tuple[Part, ...]
+    parts: Iterable[Part]
     geometry: Geometry
+    by_place: bool
+    x: Tensor  # what they are cut from
 
     @property
     @override
@@ -229,19 +245,20 @@ class CutPatches(Use):
 
     @override
     def form(self, groups: Groups, workspace: Workspace) -> Tensor:
-        out = room_for(groups, self.shape, self.parts[0].rows.inputs, workspace)
+        out = room_for(groups, (self.shape[0], self.geometry.inputs), self.x, workspace)
         for part in self.parts:
-            part.form_into(out)
-        return out
+            part.rows.form_into(part.groups, part.of(out))
+        return self.geometry.weights(out, self.by_place)
 
     @override
     def add_to(self, total: Tensor | None, shares: Shares, workspace: Workspace) -> Tensor:
-        flat = None if total is None else total.flatten(1)
+        flat = None
         for part in self.parts:
             coefficients = part.of(shares.of_microbatches)
             flat = part.rows.add_to(flat, part.groups.shares(coefficients), workspace)
         assert flat is not None
-        return flat.view(self.shape)
+        found = self.geometry.weights(flat, self.by_place)
+        return found.contiguous() if total is None else total.add_(found)
 
     @override
     def without(self, left_out: Shares) -> CutPatches:
@@ -249,7 +266,7 @@ class CutPatches(Use):
         for part in self.parts:
             shares = part.groups.shares(part.of(left_out.of_microbatches))
             parts.append(replace(part, rows=part.rows.without(shares)))
-        return CutPatches(tuple(parts), self.geometry)
+        return replace(self, parts=tuple(parts))
 
 
 class _Convolution(torch.autograd.Function):

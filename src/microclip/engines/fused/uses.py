@@ -83,10 +83,11 @@ class Formed(Use):
 
     @override
     def add_to(self, total: Tensor | None, shares: Shares, workspace: Workspace) -> Tensor:
-        flat = _wide(self.gradients.flatten(1))
-        sum_ = shares.of_microbatches.to(flat.dtype) @ flat
-        sum_ = sum_.view(self.gradients.shape[1:])
-        return sum_ if total is None else total.view_as(sum_).add_(sum_)
+        lying = multitensor.as_it_lies(self.gradients)
+        flat = _wide(lying.flatten(1))
+        sum_ = (shares.of_microbatches.to(flat.dtype) @ flat).view(lying.shape[1:])
+        sum_ = multitensor.put_back(sum_, self.gradients)
+        return sum_.contiguous() if total is None else total.view_as(sum_).add_(sum_)
 
     @override
     def form(self, groups: Groups, workspace: Workspace) -> Tensor:
