@@ -309,7 +309,7 @@ class Clipper:
                 return
         tally = self._current()
         microbatches = cut(batch, b, domains=domains, ids=ids, first_position=tally.examples)
-        self._note_sizes(sum(microbatch.size for microbatch in microbatches), final)
+        self._note_sizes(microbatches.examples, final)
         try:
             with self.local():
                 if final:

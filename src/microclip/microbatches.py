@@ -11,7 +11,9 @@ import dataclasses
 import math
 import operator
 from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping, Sequence
-from typing import Any
+from functools import cached_property
+from itertools import chain
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -44,34 +46,60 @@ class Microbatch:
         return _select(self.source, self.positions)
 
 
-class Cuts(list[Microbatch]):
-    """The micro-batches of a batch; `whole` is the batch with its examples in the same order."""
+class Cuts(Sequence[Microbatch]):
+    """The micro-batches of a batch, which are put together when they are asked for.
 
-    def __init__(self, batch: Any) -> None:
-        super().__init__()
+    Args:
+        batch: What they are cut from.
+        positions: Where each one's examples are in it.
+        domains: That of each.
+        ids: Those of each one's examples.
+    """
+
+    def __init__(
+        self,
+        batch: Any,
+        positions: list[Sequence[int]],
+        domains: list[Hashable],
+        ids: list[tuple[Hashable, ...]],
+    ) -> None:
+        self.sizes = [len(each) for each in positions]
+        self.domains = domains
+        self.ids = ids
         self._batch = batch
-        self._positions: list[int] = []
+        self._positions = positions
 
-    def add(self, positions: Sequence[int], domain: Hashable, ids: tuple[Hashable, ...]) -> None:
-        """Cut the examples at these positions out as the next micro-batch."""
-        self.append(Microbatch(self._batch, positions, domain, ids))
-        self._positions.extend(positions)
+    def __len__(self) -> int:
+        return len(self.sizes)
 
-    def split(self, count: int) -> tuple[Cuts, Cuts]:
-        """Return the first `count` micro-batches, and the rest."""
-        size = sum(microbatch.size for microbatch in self[:count])
-        first, rest = Cuts(self._batch), Cuts(self._batch)
-        first.extend(self[:count])
-        rest.extend(self[count:])
-        first._positions, rest._positions = self._positions[:size], self._positions[size:]
-        return first, rest
+    @overload
+    def __getitem__(self, index: int) -> Microbatch: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Cuts: ...
+
+    def __getitem__(self, index: int | slice) -> Microbatch | Cuts:
+        chosen = self._positions[index], self.domains[index], self.ids[index]
+        made = Cuts if isinstance(index, slice) else Microbatch
+        return made(self._batch, *chosen)
+
+    @cached_property
+    def examples(self) -> int:
+        """How many examples there are in all micro-batches."""
+        return sum(self.sizes)
+
+    @cached_property
+    def leaves(self) -> list[Tensor]:
+        """The tensors of the batch that they are cut from."""
+        return [leaf for _, leaf in tensors_of(self._batch)]
 
     @property
     def whole(self) -> Any:
         """All the examples, micro-batch after micro-batch, in a container of their own."""
-        if self._positions == list(range(count_examples(self._batch))):
+        positions = list(chain.from_iterable(self._positions))
+        if positions == list(range(len(self.leaves[0]))):
             return _map(lambda leaf: leaf, self._batch)
-        return _select(self._batch, self._positions)
+        return _select(self._batch, positions)
 
 
 def cut(
@@ -95,13 +123,14 @@ def cut(
     size = count_examples(batch)
     names = _as_list(ids, "ids", size) or list(range(first_position, first_position + size))
     labels = _as_list(domains, "domains", size)
-    cuts = Cuts(batch)
-    for domain, positions in _by_domain(labels, size):
-        step = len(positions) if microbatch_size is None else microbatch_size
-        for start in range(0, len(positions), step):
-            chosen = positions[start : start + step]
-            cuts.add(chosen, domain, tuple(names[i] for i in chosen))
-    return cuts
+    positions: list[Sequence[int]] = []
+    owners: list[Hashable] = []
+    for domain, found in _by_domain(labels, size):
+        step = len(found) if microbatch_size is None else microbatch_size
+        pieces = [found[start : start + step] for start in range(0, len(found), step)]
+        positions += pieces
+        owners += [domain] * len(pieces)
+    return Cuts(batch, positions, owners, [tuple([names[i] for i in each]) for each in positions])
 
 
 def check_size(microbatch_size: object) -> int | None:

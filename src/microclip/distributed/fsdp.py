@@ -197,8 +197,7 @@ class WorldScope(Stream):
 
     def fold(self, loss_fn: LossFn, microbatches: Cuts, final: bool) -> None:
         """Add the gradients of these micro-batches, each over all ranks."""
-        sizes = [microbatch.size for microbatch in microbatches]
-        self._ranks.agree(self.tally.step, len(sizes), sizes)
+        self._ranks.agree(self.tally.step, len(microbatches), microbatches.sizes)
         with self._fsdp.reducing():
             super().fold(loss_fn, microbatches, final)
 

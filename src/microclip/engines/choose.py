@@ -128,7 +128,7 @@ class Chooser:
             return self._make(Stream, tally)
         if self.name != "auto":
             return self.for_chunks(tally)
-        size = (sum(microbatch.size for microbatch in cuts), len(cuts))
+        size = (cuts.examples, len(cuts))
         self.report = self._trial_near(size) or self._try(size, tally, loss_fn, cuts)
         if self.report.engine == "fused":
             return self._single_pass(tally)

@@ -24,6 +24,18 @@ def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
     return chosen
 
 
+def modules_of(model: nn.Module) -> list[nn.Module]:
+    """Return all modules, in no order: `model.modules()` takes several times as long."""
+    found: dict[int, nn.Module] = {}
+    waiting = [model]
+    while waiting:
+        module = waiting.pop()
+        if module is not None and id(module) not in found:
+            found[id(module)] = module
+            waiting += module._modules.values()
+    return list(found.values())
+
+
 @contextmanager
 def set_aside(parameters: dict[str, nn.Parameter]) -> Iterator[None]:
     """Clear every `.grad` inside the block; afterwards each is what it was, also after an error."""
@@ -72,7 +84,9 @@ def deposit(parameters: dict[str, nn.Parameter], gradients: Gradients) -> None:
     for name, gradient in gradients.items():
         parameter = parameters[name]
         result = torch.view_as_complex(gradient) if parameter.is_complex() else gradient
-        result = _as_shard(result.to(parameter.dtype), parameter)
+        if result.dtype != parameter.dtype:
+            result = result.to(parameter.dtype)
+        result = _as_shard(result, parameter)
         if parameter.grad is None:
             parameter.grad = result
         else:

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from microclip.distributed.domains import key
-from microclip.microbatches import Microbatch
+from microclip.microbatches import Cuts, Microbatch
 from microclip.outcome import Outcome
 from microclip.rules import Nonfinite, Rule, Verdict, apply, countable
 
@@ -39,13 +40,6 @@ class Policy:
 
 
 @dataclass(frozen=True)
-class _Entry:
-    size: int
-    domain: Hashable
-    ids: tuple[Hashable, ...]
-
-
-@dataclass(frozen=True)
 class _Found:
     """What was found of some neighbouring micro-batches."""
 
@@ -62,38 +56,52 @@ class Tally:
         self.step = step
         self.ranks = ranks  # None: this process has the whole mini-batch
         self._everyone: Everyone | None = None
-        self._entries: list[_Entry] = []
+        # of each micro-batch
+        self._sizes: list[int] = []
+        self._domains: list[Hashable] = []
+        self._ids: list[tuple[Hashable, ...]] = []
         self._found: list[_Found] = []
         self._rows: dict[Hashable, list[int]] = {}
         self._verdicts: dict[Hashable, Verdict] = {}
         self.left_out: list[int] = []
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._sizes)
 
     @property
     def examples(self) -> int:
         """How many examples have been seen."""
-        return sum(entry.size for entry in self._entries)
+        return sum(self._sizes)
 
     def add(
         self, microbatch: Microbatch, norm: Tensor, loss: Tensor | None, each: Tensor | None = None
     ) -> None:
         """Record a micro-batch; its batch is not kept."""
-        self.extend([microbatch], norm.view(1), None if loss is None else loss.view(1), each)
+        found = _Found(norm.view(1), None if loss is None else loss.view(1), each)
+        self._record([microbatch.size], [microbatch.domain], [microbatch.ids], found)
 
     def extend(
-        self,
-        microbatches: Sequence[Microbatch],
-        norms: Tensor,
-        losses: Tensor | None,
-        each: Tensor | None,
+        self, cuts: Cuts, norms: Tensor, losses: Tensor | None, each: Tensor | None
     ) -> None:
         """Record several micro-batches at once."""
-        for m in microbatches:
-            self._rows.setdefault(m.domain, []).append(len(self._entries))
-            self._entries.append(_Entry(m.size, m.domain, m.ids))
-        self._found.append(_Found(norms, losses, each))
+        self._record(cuts.sizes, cuts.domains, cuts.ids, _Found(norms, losses, each))
+
+    def _record(
+        self,
+        sizes: list[int],
+        domains: list[Hashable],
+        ids: list[tuple[Hashable, ...]],
+        found: _Found,
+    ) -> None:
+        row = len(self)
+        for domain, run in groupby(domains):
+            count = len(list(run))
+            self._rows.setdefault(domain, []).extend(range(row, row + count))
+            row += count
+        self._sizes += sizes
+        self._domains += domains
+        self._ids += ids
+        self._found.append(found)
 
     def norms(self, domain: Hashable) -> Tensor:
         """Return the norms of one domain's micro-batches."""
@@ -102,7 +110,7 @@ class Tally:
     def sizes(self, domain: Hashable) -> Tensor:
         """Return the sizes of one domain's micro-batches, as numbers to calculate with."""
         norms = self._all_norms()
-        sizes = [float(self._entries[row].size) for row in self._rows[domain]]
+        sizes = [float(self._sizes[row]) for row in self._rows[domain]]
         return torch.tensor(sizes, dtype=norms.dtype, device=norms.device)
 
     def _all_norms(self) -> Tensor:
@@ -131,8 +139,8 @@ class Tally:
             self._everyone = self.ranks.exchange(
                 self.step,
                 self._all_norms(),
-                [entry.size for entry in self._entries],
-                [entry.domain for entry in self._entries],
+                self._sizes,
+                self._domains,
             )
 
     def judge(self, domain: Hashable) -> Verdict:
@@ -179,7 +187,7 @@ class Tally:
         if self.policy.reduction == "mean":
             return total.clamp(min=1)  # nothing left: the gradient is zero, whatever divides it
         if self._everyone is None:
-            largest, examples = max(entry.size for entry in self._entries), self.examples
+            largest, examples = max(self._sizes), self.examples
         else:
             sizes = self._everyone.sizes
             largest, examples = int(sizes.max().item()), int(sizes.sum().item())
@@ -192,7 +200,7 @@ class Tally:
         """
         if self.policy.nonfinite == "propagate":
             return []
-        if self._entries:
+        if self._sizes:
             flags = self._gather(lambda domain: self.judge(domain).skipped)
             self.left_out = [row for row, flag in enumerate(flags.tolist()) if flag]
         if self.policy.nonfinite == "raise":
@@ -217,7 +225,6 @@ class Tally:
         for name in self._names():
             evidence, counts = self._evidence(name)
             self.policy.rule.observe(countable(evidence), counts)
-        entries = self._entries
         sizes = self._gather(self.sizes)
         skipped = self._gather(lambda domain: self.judge(domain).skipped).bool()
         norms = self._all_norms()
@@ -234,8 +241,8 @@ class Tally:
             ),
             sizes=sizes.long(),
             skipped=skipped,
-            domains=tuple(entry.domain for entry in entries),
-            ids=tuple(entry.ids for entry in entries),
+            domains=tuple(self._domains),
+            ids=tuple(self._ids),
             engine=engine,
             notes=notes,
         )
@@ -244,6 +251,8 @@ class Tally:
         """Put vectors that exist per domain into one, in the order of the micro-batches."""
         if not self._rows:  # a rank without examples
             return torch.zeros(0)
+        if len(self._rows) == 1:
+            return of_domain(self._domains[0])
         together = torch.cat([of_domain(domain) for domain in self._rows])
         rows = [row for rows in self._rows.values() for row in rows]
         if rows == sorted(rows):
@@ -251,9 +260,9 @@ class Tally:
         return together[torch.tensor(rows, device=together.device).argsort()]
 
     def _describe(self, row: int) -> str:
-        entry = self._entries[row]
-        shown = ", ".join(repr(i) for i in entry.ids[:8]) + (", ..." if len(entry.ids) > 8 else "")
-        domain = "" if entry.domain is None else f" of domain {entry.domain!r}"
+        ids, domain = self._ids[row], self._domains[row]
+        shown = ", ".join(repr(i) for i in ids[:8]) + (", ..." if len(ids) > 8 else "")
+        domain = "" if domain is None else f" of domain {domain!r}"
         norm = self._all_norms()[row].item()
         return (
             f"Step {self.step}: the gradient of micro-batch {row}{domain}, examples {shown}, has "

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from microclip.engines.fused.workspace import Workspace
-from microclip.microbatches import Cuts, tensors_of
+from microclip.microbatches import Cuts
 
 UNSEEN = 1.1  # for what is not counted
 RESERVE = 1.25  # for what the workspace lends only for a moment
@@ -38,12 +38,13 @@ class Budget:
         while rest:
             fitting = self._count(rest, parameters)
             portions = -(-len(rest) // fitting)  # alike, so that memory is used again
-            chunk, rest = rest.split(-(-len(rest) // portions))
+            count = -(-len(rest) // portions)
+            chunk, rest = rest[:count], rest[count:]
             yield chunk
 
     def _count(self, cuts: Cuts, parameters: dict[str, nn.Parameter]) -> int:
         """Return how many of the micro-batches can be visited at once."""
-        size = max(microbatch.size for microbatch in cuts)
+        size = max(cuts.sizes)
         seen = self._seen.get(_class(cuts))
         if seen is None:
             return len(cuts) if self._given is None else max(1, len(cuts) // PROBE)
@@ -60,12 +61,11 @@ class Budget:
 
         A few examples tell less than many: what all of them share counts for each.
         """
-        seen, examples = self._seen.get(_class(cuts)), _examples(cuts)
+        seen, examples = self._seen.get(_class(cuts)), cuts.examples
         if seen and examples < 2 * seen.examples:
             yield None
             return
-        given = [leaf for _, leaf in tensors_of(cuts[0].source)]
-        meter = Meter([*parameters.values(), *given], workspace)
+        meter = Meter([*parameters.values(), *cuts.leaves], workspace)
         yield meter
         kept = workspace.touched or meter.kept
         totals = (meter.saved, meter.lent, kept, 2 * meter.largest)
@@ -83,10 +83,10 @@ class Budget:
         if meter:
             return meter.saved + meter.lent / 2 if self._given is None else 0.0
         seen = self._seen[_class(cuts)]
-        saved = seen.saved * _examples(cuts) * _growth(cuts, seen)
+        saved = seen.saved * cuts.examples * _growth(cuts, seen)
         if self._given is None:
-            return saved + seen.lent / 2 * _examples(cuts) * _growth(cuts, seen)
-        passing = seen.passing * _examples(cuts) * _growth(cuts, seen)
+            return saved + seen.lent / 2 * cuts.examples * _growth(cuts, seen)
+        passing = seen.passing * cuts.examples * _growth(cuts, seen)
         return min(saved, self._room(parameters) - saved - passing)
 
     def at_rest(self, cuts: Cuts) -> float:
@@ -95,11 +95,11 @@ class Budget:
         A plain step would hold what the forward pass saves as well, so this at most doubles it.
         """
         seen = self._seen[_class(cuts)]
-        return RESERVE * (seen.saved + seen.lent) * _examples(cuts) * _growth(cuts, seen)
+        return RESERVE * (seen.saved + seen.lent) * cuts.examples * _growth(cuts, seen)
 
     def _room(self, parameters: dict[str, nn.Parameter]) -> float:
         """Return the bytes for what can be counted beforehand."""
-        gradient = sum(p.numel() * p.element_size() for p in parameters.values())
+        gradient = sum([parameter.nbytes for parameter in parameters.values()])
         limit = self._limit(next(iter(parameters.values())).device)
         return (limit - gradient) / UNSEEN
 
@@ -147,7 +147,7 @@ class Meter:
 
 def _elements(cuts: Cuts) -> int:
     """Return how many numbers an example has."""
-    return sum(leaf.numel() // len(leaf) for _, leaf in tensors_of(cuts[0].source))
+    return sum(leaf.numel() // leaf.shape[0] for leaf in cuts.leaves)
 
 
 def _class(cuts: Cuts) -> int:
@@ -161,10 +161,6 @@ def _class(cuts: Cuts) -> int:
 def _growth(cuts: Cuts, seen: _Need) -> float:
     """Return how much more an example needs than one of those seen."""
     return max(1.0, _elements(cuts) / seen.elements) ** 2
-
-
-def _examples(cuts: Cuts) -> int:
-    return sum(microbatch.size for microbatch in cuts)
 
 
 def free_memory(device: torch.device) -> float:

@@ -161,7 +161,7 @@ class Patches(Use):
 
     @override
     def add_to(self, total: Tensor | None, shares: Shares, workspace: Workspace) -> Tensor:
-        each = shares.of_examples.to(self.d.dtype).view(-1, *(1,) * (self.d.dim() - 1))
+        each = shares.as_(self.d.dtype).of_examples.view(-1, *(1,) * (self.d.dim() - 1))
         weighted = torch.mul(self.d, each, out=workspace.empty(self.d.shape, self.d))
         found = self.geometry.weight_gradient(weighted, self.x)
         found = found.to(multitensor.accumulation_dtype(found))

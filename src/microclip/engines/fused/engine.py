@@ -18,7 +18,7 @@ from microclip.engines.fused.plan import to_write_out
 from microclip.engines.fused.record import Recorder
 from microclip.engines.fused.uses import Formed, Joined, Use, squared_norms, sum_of
 from microclip.engines.fused.workspace import Workspace
-from microclip.engines.gradients import Gradients, set_aside
+from microclip.engines.gradients import Gradients, modules_of, set_aside
 from microclip.engines.losses import LossFn, backward, call, unscale
 from microclip.engines.sums import Sums
 from microclip.microbatches import Cuts, tensors_of
@@ -50,7 +50,7 @@ class Fused(Engine):
 
     def _visit(self, loss_fn: LossFn, microbatches: Cuts) -> tuple[_Uses, Tensor]:
         """One forward and one backward pass."""
-        groups = Groups([microbatch.size for microbatch in microbatches])
+        groups = Groups(microbatches.sizes)
         batch = microbatches.whole
         examples = [leaf for _, leaf in tensors_of(batch)]
         recorder = Recorder(self.parameters, groups, examples, HANDLERS, anything, self.workspace)
@@ -84,9 +84,9 @@ class Fused(Engine):
         """Add a chunk's gradients up, so that nothing of it needs to be kept."""
         if self.tally.policy.nonfinite != "propagate":
             uses.leave_out(~norms.isfinite())
-        domains = list(dict.fromkeys(microbatch.domain for microbatch in microbatches))
+        domains = list(dict.fromkeys(microbatches.domains))
         for domain in domains:
-            here = torch.tensor([m.domain == domain for m in microbatches], device=norms.device)
+            here = torch.tensor([d == domain for d in microbatches.domains], device=norms.device)
             sizes = uses.groups.sizes_like(norms)
             sum_ = self._sums.of(domain)
             shares = self._sums.shares(norms, sizes).masked_fill(~here, torch.nan)
@@ -195,7 +195,7 @@ class _Uses:
 
     def norms(self) -> Tensor:
         """Return the norm of every micro-batch's gradient over all parameters."""
-        squares = torch.stack([s.to(self.device) for s in self._squares.values()])
+        squares = torch.stack([_on(self.device, squares) for squares in self._squares.values()])
         return squares.sum(0, dtype=multitensor.widest(self.device)).clamp(min=0).sqrt()
 
     def leave_out(self, left_out: Tensor) -> None:
@@ -239,10 +239,15 @@ class _Uses:
         return torch.view_as_real(found) if found.is_complex() else found
 
 
+def _on(device: torch.device, tensor: Tensor) -> Tensor:
+    return tensor if tensor.device == device else tensor.to(device)
+
+
 def _check(model: nn.Module, parameters: dict[str, nn.Parameter]) -> None:
     """Refuse what is known to go wrong, before any work is done."""
-    for name, module in model.named_modules():
+    for module in modules_of(model):
         if isinstance(module, _BatchNorm) and module.training:
+            name = next(name for name, found in model.named_modules() if found is module)
             raise CannotFuseError(
                 f"Module {name!r} is a {type(module).__name__} in training mode, which mixes "
                 "examples; the single-pass engine would mix micro-batches. Use GroupNorm or "

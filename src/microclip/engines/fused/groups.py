@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import groupby
 
 import torch
@@ -58,6 +59,19 @@ class Shares:
 
     of_microbatches: Tensor
     of_examples: Tensor
+
+    @cached_property
+    def single(self) -> Shares:
+        """Return the same as numbers of single precision."""
+        return Shares(self.of_microbatches.float(), self.of_examples.float())
+
+    def as_(self, dtype: torch.dtype) -> Shares:
+        """Return the same as numbers of another precision."""
+        if dtype == self.of_examples.dtype:
+            return self
+        if dtype == torch.float32:
+            return self.single
+        return Shares(self.of_microbatches.to(dtype), self.of_examples.to(dtype))
 
 
 class Groups:

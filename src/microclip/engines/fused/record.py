@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -104,11 +104,18 @@ class Recorder(TorchFunctionMode):
         # called for everything that a model does: it must be quick
         follows = uses = False
         names, serial = self.names, self._serial
-        for tensor in tensors_in((args, kwargs) if kwargs else args):
-            if getattr(tensor, _MARK, 0) == serial:
-                follows = True
-            if id(tensor) in names:
-                uses = True
+        for argument in (*args, *kwargs.values()) if kwargs else args:
+            if isinstance(argument, Tensor):
+                tensors: Sequence[Tensor] = (argument,)
+            elif isinstance(argument, _CONTAINERS):
+                tensors = tensors_in(argument)
+            else:
+                continue
+            for tensor in tensors:
+                if getattr(tensor, _MARK, 0) == serial:
+                    follows = True
+                if id(tensor) in names:
+                    uses = True
         if uses and torch.is_grad_enabled():
             result = self._record(func, args, kwargs or {}, follows)
         else:
@@ -239,7 +246,11 @@ def _as_it_is(tensor: Tensor) -> Tensor:
 
 def apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:
     """Call a function with a backward of its own."""
-    return cast(Tensor, function.apply(*args))  # type: ignore[no-untyped-call]
+    if torch._C._are_functorch_transforms_active():
+        return cast(Tensor, function.apply(*args))  # type: ignore[no-untyped-call]
+    # the same without a look at every argument for what such a transform may have left
+    found: Tensor = super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
+    return found
 
 
 def tensors_in(tree: Any) -> list[Tensor]:

@@ -85,7 +85,7 @@ class Formed(Use):
     def add_to(self, total: Tensor | None, shares: Shares, workspace: Workspace) -> Tensor:
         lying = multitensor.as_it_lies(self.gradients)
         flat = _wide(lying.flatten(1))
-        sum_ = (shares.of_microbatches.to(flat.dtype) @ flat).view(lying.shape[1:])
+        sum_ = (shares.as_(flat.dtype).of_microbatches @ flat).view(lying.shape[1:])
         sum_ = multitensor.put_back(sum_, self.gradients)
         return sum_.contiguous() if total is None else total.view_as(sum_).add_(sum_)
 
@@ -147,7 +147,7 @@ class Joined:
 
     def __init__(self, parts: dict[str, Formed]) -> None:
         self._shapes = {name: part.shape for name, part in parts.items()}
-        self._all = Formed(torch.cat([part.gradients.flatten(1) for part in parts.values()], 1))
+        self._all = Formed(torch.cat([_flat(part.gradients) for part in parts.values()], 1))
 
     @classmethod
     def takes(cls, use: Formed, device: torch.device) -> bool:
@@ -215,7 +215,7 @@ class Rows(Use):
     def add_to(self, total: Tensor | None, shares: Shares, workspace: Workspace) -> Tensor:
         """The plain weight gradient, of weighted rows."""
         left, right = _wide(self.left), _wide(self.right)
-        each = shares.of_examples.to(right.dtype).view(-1, 1, 1)
+        each = shares.as_(right.dtype).of_examples.view(-1, 1, 1)
         if left.shape[2] < right.shape[2]:
             left = torch.mul(left, each, out=workspace.empty(left.shape, left))
         else:
@@ -307,7 +307,7 @@ class Lines(Use):
     @override
     def add_to(self, total: Tensor | None, shares: Shares, workspace: Workspace) -> Tensor:
         deltas = _wide(self.deltas)
-        each = shares.of_examples.to(deltas.dtype).view(-1, 1, 1)
+        each = shares.as_(deltas.dtype).of_examples.view(-1, 1, 1)
         deltas = torch.mul(deltas, each, out=workspace.empty(deltas.shape, deltas)).flatten(0, 1)
         total = deltas.new_zeros(self.shape) if total is None else total
         return total.index_add_(0, self.indices.flatten(), deltas)
@@ -356,6 +356,11 @@ def inner_products(one: Rows | Lines, other: Rows | Lines, groups: Groups) -> Te
     return together(found)
 
 
+def _flat(gradients: Tensor) -> Tensor:
+    """Return one row per micro-batch."""
+    return gradients if gradients.dim() == 2 else gradients.flatten(1)
+
+
 def _matrix(rows: Tensor) -> Tensor:
     """Return the rows of all examples below each other; a copy keeps the order they lie in."""
     if rows.stride(1) < rows.stride(2):
@@ -389,7 +394,7 @@ def _pairs(a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> Tensor:
 
 def _sum_of_products(one: Tensor, other: Tensor) -> Tensor:
     """Return the inner products of two rows of matrices, of which the first is overwritten."""
-    return one.mul_(other).flatten(1).sum(1)
+    return one.mul_(other).sum((1, 2))
 
 
 def _wide(tensor: Tensor) -> Tensor:

@@ -49,13 +49,14 @@ class Workspace:
 
     def empty(self, shape: Sequence[int], like: Tensor) -> Tensor:
         """Return a tensor of this shape that holds anything."""
-        nbytes = math.prod(shape) * like.element_size()
+        count = math.prod(shape)
+        nbytes = count * like.itemsize
         if nbytes < SMALLEST or not multitensor.on_host(like):
-            return like.new_empty(shape)
+            return torch.empty(shape, dtype=like.dtype, device=like.device)
         nbytes += -nbytes % mmap.PAGESIZE
         block = self._found(nbytes) or self._add(_Block(nbytes))
         block.step = self._step
-        tensor = torch.frombuffer(block.memory, dtype=like.dtype, count=math.prod(shape))
+        tensor = torch.frombuffer(block.memory, dtype=like.dtype, count=count)
         return tensor.resize_(shape)  # in place, so that it is nobody's view
 
     def keep(self, tensor: Tensor) -> Tensor:
@@ -91,7 +92,7 @@ class Workspace:
     def _found(self, nbytes: int) -> _Block | None:
         """Return the smallest free block that fits and is not more than half wasted."""
         for block in self._blocks.get(nbytes, ()):  # steps are alike, so there nearly always is one
-            if block.is_free:
+            if sys.getrefcount(block.memory) == block.unused:
                 return block
         fitting = (b for b in self._all() if nbytes < b.nbytes <= 2 * nbytes and b.is_free)
         return min(fitting, key=lambda block: block.nbytes, default=None)
@@ -123,9 +124,9 @@ class _Block:
         self.memory = mmap.mmap(-1, nbytes, **_ALONE)
         self.nbytes = nbytes
         self.step = 0  # when it was last lent
-        self._unused = sys.getrefcount(self.memory)
+        self.unused = sys.getrefcount(self.memory)
         self.address = torch.frombuffer(self.memory, dtype=torch.uint8).data_ptr()
 
     @property
     def is_free(self) -> bool:
-        return sys.getrefcount(self.memory) == self._unused
+        return sys.getrefcount(self.memory) == self.unused
