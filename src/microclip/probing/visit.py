@@ -49,7 +49,7 @@ def single_pass(
     examples = count_examples(batch)
     groups = Groups([1] * examples)
     leaves = [leaf for _, leaf in tensors_of(batch)]
-    recorder = Recorder(parameters, groups, leaves, HANDLERS, anything, Workspace())
+    recorder = Recorder(parameters, groups, leaves, HANDLERS, {}, anything, Workspace())
     collector = _Collector(recorder, on_parameter)
     with recorder:
         losses = losses_of(loss_fn, batch, examples)

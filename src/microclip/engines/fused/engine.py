@@ -10,6 +10,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from microclip import multitensor
 from microclip.engines.base import CannotFuseError, Engine
+from microclip.engines.fused.activations import ACTIVATIONS
 from microclip.engines.fused.anything import anything
 from microclip.engines.fused.budget import Budget
 from microclip.engines.fused.groups import Groups, Shares
@@ -53,7 +54,9 @@ class Fused(Engine):
         groups = Groups(microbatches.sizes)
         batch = microbatches.whole
         examples = [leaf for _, leaf in tensors_of(batch)]
-        recorder = Recorder(self.parameters, groups, examples, HANDLERS, anything, self.workspace)
+        recorder = Recorder(
+            self.parameters, groups, examples, HANDLERS, ACTIVATIONS, anything, self.workspace
+        )
         uses = _Uses(recorder, self.workspace)
         with (
             set_aside(self.parameters),
@@ -221,7 +224,7 @@ class _Uses:
         shares = self.groups.shares(coefficients)
         if self._joined:
             self._joined.add_to(total, shares, self.workspace)
-        for name in list(self._of):
+        for name in reversed(list(self._of)):  # the last ones may still be in the caches
             uses = self._of.pop(name) if last else self._of[name]
             total[name] = self._added(total.get(name), uses, shares, parameters[name])
 

@@ -41,7 +41,7 @@ class _Linear(torch.autograd.Function):
             bias = None if bias is None else bias.to(dtype)
         ctx.save_for_backward(x, weight)
         ctx.note, ctx.workspace = note, workspace
-        return _times(x, weight.mT, bias, workspace)
+        return _linear(x, weight, bias, workspace)
 
     @staticmethod
     def backward(ctx: Any, d: Tensor) -> Any:
@@ -49,18 +49,21 @@ class _Linear(torch.autograd.Function):
         if not d.is_contiguous():  # copied once for all that is done with it
             d = ctx.workspace.keep(d)
         ctx.note(x, d)
-        dx = _times(d, weight, None, ctx.workspace) if ctx.needs_input_grad[1] else None
+        dx = d @ weight if ctx.needs_input_grad[1] else None
         return None, dx, None, None, None, None
 
 
-def _times(x: Tensor, weight: Tensor, bias: Tensor | None, workspace: Workspace) -> Tensor:
-    """Return x W + bias."""
-    out = workspace.empty((*x.shape[:-1], weight.shape[1]), x)
-    rows, flat = x.flatten(0, -2), out.flatten(0, -2)  # of `out` a view
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, workspace: Workspace) -> Tensor:
+    """Return x W^T + bias, in the workspace if it is large."""
+    shape = (*x.shape[:-1], weight.shape[0])
+    if not workspace.takes(math.prod(shape), x):
+        return F.linear(x, weight, bias)
+    out = workspace.empty(shape, x)
+    rows, flat = x.reshape(-1, x.shape[-1]), out.view(-1, shape[-1])
     if bias is None:
-        torch.mm(rows, weight, out=flat)
+        torch.mm(rows, weight.mT, out=flat)
     else:
-        torch.addmm(bias, rows, weight, out=flat)
+        torch.addmm(bias, rows, weight.mT, out=flat)
     return out
 
 

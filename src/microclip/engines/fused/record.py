@@ -70,11 +70,13 @@ class Recorder(TorchFunctionMode):
         groups: Groups,
         examples: list[Tensor],
         handlers: dict[Any, Handler],
+        activations: dict[Any, Handler],
         anything: Handler,
         workspace: Workspace,
     ) -> None:
         super().__init__()
         self.workspace = workspace
+        self._activations = activations
         self._handlers = handlers
         self.anything = anything  # for functions that have no handler
         self.groups = groups
@@ -118,6 +120,8 @@ class Recorder(TorchFunctionMode):
                     uses = True
         if uses and torch.is_grad_enabled():
             result = self._record(func, args, kwargs or {}, follows)
+        elif follows and func in self._activations:
+            result = self._activations[func](self, *args, **kwargs or {})
         else:
             result = func(*args, **kwargs) if kwargs else func(*args)
         if follows:

@@ -217,9 +217,9 @@ class Rows(Use):
         left, right = _wide(self.left), _wide(self.right)
         each = shares.as_(right.dtype).of_examples.view(-1, 1, 1)
         if left.shape[2] < right.shape[2]:
-            left = torch.mul(left, each, out=workspace.empty(left.shape, left))
+            left = left * each
         else:
-            right = torch.mul(right, each, out=workspace.empty(right.shape, right))
+            right = right * each
         left, right = _matrix(left).mT, _matrix(right)
         return left @ right if total is None else torch.addmm(total, left, right, out=total)
 

@@ -47,12 +47,16 @@ class Workspace:
         """Return how much of it was lent in this step."""
         return sum(block.nbytes for block in self._all() if block.step == self._step)
 
+    def takes(self, count: int, like: Tensor) -> bool:
+        """Whether a tensor of this many numbers would lie here."""
+        return count * like.itemsize >= SMALLEST and multitensor.on_host(like)
+
     def empty(self, shape: Sequence[int], like: Tensor) -> Tensor:
         """Return a tensor of this shape that holds anything."""
         count = math.prod(shape)
-        nbytes = count * like.itemsize
-        if nbytes < SMALLEST or not multitensor.on_host(like):
+        if not self.takes(count, like):
             return torch.empty(shape, dtype=like.dtype, device=like.device)
+        nbytes = count * like.itemsize
         nbytes += -nbytes % mmap.PAGESIZE
         block = self._found(nbytes) or self._add(_Block(nbytes))
         block.step = self._step
