@@ -13,9 +13,11 @@ from torch import Tensor, nn
 from microclip.engines.fused.workspace import Workspace
 from microclip.microbatches import Cuts
 
-UNSEEN = 1.1  # for what is not counted
+UNSEEN = 1.05  # for what is not counted
+PASSING = 2.5  # times a layer's largest tensor: gradients that come in and go out, and their copies
 RESERVE = 1.25  # for what the workspace lends only for a moment
-PROBE = 8  # a batch whose needs are unknown starts with an eighth of it, under a tight budget
+ROOMY = 3  # times what the forward pass saves: a limit that leaves so much is none
+PROBE = 8  # a batch whose needs are unknown starts with an eighth of it, under a given limit
 
 
 class Budget:
@@ -28,9 +30,21 @@ class Budget:
 
     def __init__(self, limit: int | None) -> None:
         self._given = limit
+        self._tight = False
         self._limits: dict[torch.device, float] = {}
         # what was measured, by the class of an example's number of elements
         self._seen: dict[int, _Need] = {}
+
+    def is_tight(self, cuts: Cuts, parameters: dict[str, nn.Parameter]) -> bool:
+        """Decide whether memory goes before time, for the micro-batches that come next.
+
+        Then no memory is held on to from step to step, nor set apart from what the passes use.
+        """
+        seen = self._seen.get(_class(cuts))
+        self._tight = self._given is not None and (
+            seen is None or ROOMY * seen.saved * _times(cuts, seen) > self._room(parameters)
+        )
+        return self._tight
 
     def chunks(self, cuts: Cuts, parameters: dict[str, nn.Parameter]) -> Iterator[Cuts]:
         """Yield the micro-batches in portions; each is visited before the next is asked for."""
@@ -44,14 +58,13 @@ class Budget:
 
     def _count(self, cuts: Cuts, parameters: dict[str, nn.Parameter]) -> int:
         """Return how many of the micro-batches can be visited at once."""
-        size = max(cuts.sizes)
         seen = self._seen.get(_class(cuts))
         if seen is None:
             return len(cuts) if self._given is None else max(1, len(cuts) // PROBE)
-        need = (seen.saved - seen.lent + seen.kept + seen.passing) * _growth(cuts, seen)
-        if not need:  # nothing is saved but what was there before
+        need = seen.peak * _growth(cuts, seen)
+        if not need or (self._given and not self._tight):
             return len(cuts)
-        return max(1, min(len(cuts), int(self._room(parameters) / (need * size))))
+        return max(1, min(len(cuts), int(self._room(parameters) / (need * max(cuts.sizes)))))
 
     @contextmanager
     def learning(
@@ -67,27 +80,27 @@ class Budget:
             return
         meter = Meter([*parameters.values(), *cuts.leaves], workspace)
         yield meter
+        # what the workspace holds is held all the time, else things come and go
         kept = workspace.touched or meter.kept
-        totals = (meter.saved, meter.lent, kept, 2 * meter.largest)
+        apart = meter.saved - meter.lent + kept + PASSING * meter.largest
+        totals = (meter.saved, meter.lent, meter.peak if self._tight else apart)
         needs = [total / examples for total in totals]
         self._seen[_class(cuts)] = _Need(examples, _elements(cuts), *needs)
 
     def to_keep(
-        self, cuts: Cuts, parameters: dict[str, nn.Parameter], meter: Meter | None
+        self, cuts: Cuts, parameters: dict[str, nn.Parameter], least: int, meter: Meter | None
     ) -> float:
-        """Return what a backward pass may keep, if that makes it faster.
+        """Return what a backward pass may keep of weights, if that makes it faster.
 
         As much as the forward pass saved, and half of what it put into the workspace, which makes
-        room by then; under a limit only what that leaves.
+        room by then. Under a tight limit what that leaves beside the least.
         """
         if meter:
-            return meter.saved + meter.lent / 2 if self._given is None else 0.0
+            return 0.0 if self._tight else meter.saved + meter.lent / 2
         seen = self._seen[_class(cuts)]
-        saved = seen.saved * cuts.examples * _growth(cuts, seen)
-        if self._given is None:
-            return saved + seen.lent / 2 * cuts.examples * _growth(cuts, seen)
-        passing = seen.passing * cuts.examples * _growth(cuts, seen)
-        return min(saved, self._room(parameters) - saved - passing)
+        if not self._tight:
+            return (seen.saved + seen.lent / 2) * _times(cuts, seen)
+        return least + max(0.0, self._room(parameters) - seen.peak * _times(cuts, seen))
 
     def at_rest(self, cuts: Cuts) -> float:
         """Return what the workspace may hold: what is kept, and what the forward pass puts there.
@@ -95,7 +108,7 @@ class Budget:
         A plain step would hold what the forward pass saves as well, so this at most doubles it.
         """
         seen = self._seen[_class(cuts)]
-        return RESERVE * (seen.saved + seen.lent) * cuts.examples * _growth(cuts, seen)
+        return RESERVE * (seen.saved + seen.lent) * _times(cuts, seen)
 
     def _room(self, parameters: dict[str, nn.Parameter]) -> float:
         """Return the bytes for what can be counted beforehand."""
@@ -117,12 +130,11 @@ class _Need:
     elements: int  # of an example
     saved: float  # bytes per example, for the backward pass
     lent: float  # those of them that the workspace lent
-    kept: float  # what the workspace needs, or what is kept without one
-    passing: float  # what comes and goes: gradients of the largest tensor, before and after a layer
+    peak: float  # bytes per example that are held at once
 
 
 class Meter:
-    """Counts the bytes that a forward pass saves; memory that tensors share is counted once.
+    """Counts the bytes that passes hold; memory that tensors share is counted once.
 
     Args:
         known: Tensors that were there before, which do not count.
@@ -130,19 +142,48 @@ class Meter:
     """
 
     def __init__(self, known: list[Tensor], workspace: Workspace) -> None:
-        self._seen = {tensor.untyped_storage().data_ptr() for tensor in known}
+        self._known = {tensor.untyped_storage().data_ptr() for tensor in known}
         self._workspace = workspace
+        self._waiting: dict[int, int] = {}  # how often a storage is still to be asked for
+        self._left = 0  # of what was saved
+        self._passing = 0  # the largest tensor of the layer that the backward pass is at
         self.saved = self.lent = self.kept = self.largest = 0
+        self.peak = 0.0
 
-    def count(self, tensor: Tensor) -> Tensor:
-        """Count a tensor's memory, if it is new."""
+    def save(self, tensor: Tensor) -> Tensor:
+        """Take note of a tensor that the forward pass saves."""
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in self._seen:
-            self._seen.add(storage.data_ptr())
-            self.saved += storage.nbytes()
-            self.largest = max(self.largest, storage.nbytes())
-            self.lent += storage.nbytes() * self._workspace.holds(storage.data_ptr())
+        address, nbytes = storage.data_ptr(), storage.nbytes()
+        if address in self._known:
+            return tensor
+        if address not in self._waiting:
+            self.saved += nbytes
+            self._left += nbytes
+            self.largest = max(self.largest, nbytes)
+            self.lent += nbytes * self._workspace.holds(address)
+        self._waiting[address] = self._waiting.get(address, 0) + 1
+        self._look()
         return tensor
+
+    def use(self, tensor: Tensor) -> Tensor:
+        """Take note that the backward pass has come to a tensor, which it then lets go."""
+        storage = tensor.untyped_storage()
+        address, nbytes = storage.data_ptr(), storage.nbytes()
+        if address in self._waiting:
+            self._passing = max(self._passing, nbytes)
+            self._look()
+            self._waiting[address] -= 1
+            self._left -= nbytes * (self._waiting[address] == 0)
+        return tensor
+
+    def keep(self, nbytes: int) -> None:
+        """Take note of what is kept of a layer."""
+        self.kept += nbytes
+        self._look()
+        self._passing = 0
+
+    def _look(self) -> None:
+        self.peak = max(self.peak, self._left + self.kept + PASSING * self._passing)
 
 
 def _elements(cuts: Cuts) -> int:
@@ -161,6 +202,11 @@ def _class(cuts: Cuts) -> int:
 def _growth(cuts: Cuts, seen: _Need) -> float:
     """Return how much more an example needs than one of those seen."""
     return max(1.0, _elements(cuts) / seen.elements) ** 2
+
+
+def _times(cuts: Cuts, seen: _Need) -> float:
+    """Return how much more these examples need than one of those seen."""
+    return cuts.examples * _growth(cuts, seen)
 
 
 def free_memory(device: torch.device) -> float:

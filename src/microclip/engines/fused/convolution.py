@@ -22,6 +22,8 @@ from microclip.engines.fused.workspace import Workspace
 
 PATCHES_AT_ONCE = 2**23  # bytes of patches cut at a time, to be read again while they are at hand
 PATCHES_KEPT = 2**22  # bytes of patches that are cut once and kept
+PORTIONS = 4  # in which to do what makes copies, where memory is tight
+WORTH_SAVING = 2**22  # bytes
 GROUPING_PAYS = 256  # places of a micro-batch's windows
 GROUPED_INPUTS = 64  # numbers that a window takes in
 Memory = Callable[[Sequence[int], Tensor], Tensor]  # from which tensors of some shape are had
@@ -47,21 +49,34 @@ class Geometry:
         """Return the memory that patches take, given what comes back from all places."""
         return self.inputs * d.shape[0] * math.prod(d.shape[2:]) * d.element_size()
 
-    def as_weight(self, result: Tensor) -> Weight:
+    def as_weight(self, x: Tensor, result: Tensor, workspace: Workspace) -> Weight:
         """Return the weight that this convolution is to the rows of its patches."""
         rows, each = math.prod(result.shape[2:]), multitensor.accumulation_dtype(result).itemsize
-        kept = min(self.nbytes_of_patches(result), PATCHES_KEPT) + result.nbytes
+        cut = self.nbytes_of_patches(result) if self.keeps_patches(result, workspace) else 0
+        kept = (cut or x.nbytes) + result.nbytes
         return Weight(rows, self.shape[0], self.inputs, each, kept, WRITING)
+
+    def keeps_patches(self, d: Tensor, workspace: Workspace) -> bool:
+        """Whether patches are few enough to be cut once and kept, given what comes back."""
+        return workspace.is_open and self.nbytes_of_patches(d) <= PATCHES_KEPT
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return the convolution."""
         options = (self.stride, self.padding, self.dilation, False, self._none, self.groups)
         return torch.convolution(x, weight, bias, *options)
 
-    def input_gradient(self, d: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-        """Return what goes on to the layer before."""
-        found = self._backward(d, x, weight, [True, False, False], self.groups)[0]
-        return cast(Tensor, found)
+    def input_gradient(self, d: Tensor, x: Tensor, weight: Tensor, portions: int) -> Tensor:
+        """Return what goes on to the layer before; in portions, since kernels make copies of it."""
+
+        def of(d: Tensor, x: Tensor) -> Tensor:
+            return cast(Tensor, self._backward(d, x, weight, [True, False, False], self.groups)[0])
+
+        if portions == 1:
+            return of(d, x)
+        found = torch.empty_like(x)
+        for out, *sides in zip(*(side.chunk(portions) for side in (found, d, x)), strict=True):
+            out.copy_(of(*sides))
+        return found
 
     def weight_gradient(self, d: Tensor, x: Tensor) -> Tensor:
         """Return the plain weight gradient."""
@@ -69,13 +84,19 @@ class Geometry:
         found = self._backward(d, x, weight, [False, True, False], self.groups)[1]
         return cast(Tensor, found)
 
-    def weight_gradients(self, d: Tensor, x: Tensor, microbatches: Groups) -> Tensor:
-        """Return those of all micro-batches.
+    def weight_gradients(
+        self, d: Tensor, x: Tensor, microbatches: Groups, portions: int = 1
+    ) -> Tensor:
+        """Return those of all micro-batches, which in portions takes less memory.
 
         Micro-batches of one size become groups of channels of one convolution, and its weight
         gradient holds theirs one after the other.
         """
-        return together([self._grouped(block.of(d), block.of(x)) for block in microbatches])
+        found = []
+        for block in microbatches:
+            for part in zip(*(block.of(side).chunk(portions) for side in (d, x)), strict=True):
+                found.append(self._grouped(*part))
+        return together(found)
 
     def _grouped(self, d: Tensor, x: Tensor) -> Tensor:
         """Return the gradients of (micro-batches, examples, channels, ...)."""
@@ -156,7 +177,8 @@ class Patches(Use):
     @override
     def form(self, groups: Groups, workspace: Workspace) -> Tensor:
         if self._is_better_grouped(groups):
-            return self.geometry.weight_gradients(self.d, self.x, groups)
+            portions = 1 if workspace.is_open else PORTIONS // 2
+            return self.geometry.weight_gradients(self.d, self.x, groups, portions)
         return self._cut(groups, workspace.empty).form(groups, workspace)
 
     @override
@@ -175,7 +197,7 @@ class Patches(Use):
     @override
     def kept(self, groups: Groups, workspace: Workspace) -> Use:
         """Few patches are cut once, for norms and for the sum; else a convolution finds the sum."""
-        if self.geometry.nbytes_of_patches(self.d) <= PATCHES_KEPT:
+        if self.geometry.keeps_patches(self.d, workspace):
             cut = self._cut(groups, workspace.empty)
             return replace(cut, parts=tuple(cut.parts))
         return Patches(self.x, workspace.keep(self.d), self.geometry)
@@ -274,7 +296,7 @@ class _Convolution(torch.autograd.Function):
     def forward(
         ctx: Any, anchor: Tensor, x: Tensor, weight: Tensor, bias: Any, *rest: Any
     ) -> Tensor:
-        geometry, note = rest
+        geometry, note, ctx.portions = rest
         if torch.is_autocast_enabled(x.device.type):
             dtype = torch.get_autocast_dtype(x.device.type)
             x, weight = x.to(dtype), weight.to(dtype)
@@ -287,8 +309,10 @@ class _Convolution(torch.autograd.Function):
     def backward(ctx: Any, d: Tensor) -> Any:
         x, weight = ctx.saved_tensors
         ctx.note(x, d)
-        dx = ctx.geometry.input_gradient(d, x, weight) if ctx.needs_input_grad[1] else None
-        return None, dx, None, None, None, None
+        dx = None
+        if ctx.needs_input_grad[1]:
+            dx = ctx.geometry.input_gradient(d, x, weight, ctx.portions)
+        return None, dx, None, None, None, None, None
 
 
 def convolution(dimensions: int) -> Handler:
@@ -332,9 +356,13 @@ def convolution(dimensions: int) -> Handler:
                 recorder.on_use(w, Formed(geometry.weight_gradients(d, x, recorder.groups)))
 
         held = None if bias is None else bias.detach()
-        result = apply(_Convolution, recorder.anchor, input, weight.detach(), held, geometry, note)
+        saving = not recorder.workspace.is_open and input.nbytes >= WORTH_SAVING
+        portions = PORTIONS if saving else 1
+        result = apply(
+            _Convolution, recorder.anchor, input, weight.detach(), held, geometry, note, portions
+        )
         if w is not None and groups == 1:
-            recorder.weights[w] = geometry.as_weight(result)
+            recorder.weights[w] = geometry.as_weight(input, result, recorder.workspace)
         return result
 
     return handler

@@ -12,10 +12,10 @@ from microclip import multitensor
 from microclip.engines.base import CannotFuseError, Engine
 from microclip.engines.fused.activations import ACTIVATIONS
 from microclip.engines.fused.anything import anything
-from microclip.engines.fused.budget import Budget
+from microclip.engines.fused.budget import Budget, Meter
 from microclip.engines.fused.groups import Groups, Shares
 from microclip.engines.fused.layers import HANDLERS
-from microclip.engines.fused.plan import to_write_out
+from microclip.engines.fused.plan import least_to_keep, to_write_out
 from microclip.engines.fused.record import Recorder
 from microclip.engines.fused.uses import Formed, Joined, Use, squared_norms, sum_of
 from microclip.engines.fused.workspace import Workspace
@@ -40,6 +40,7 @@ class Fused(Engine):
 
     def fold(self, loss_fn: LossFn, microbatches: Cuts, final: bool) -> None:
         """Differentiate the examples of all these micro-batches together, or of large chunks."""
+        self.workspace.is_open = not self.budget.is_tight(microbatches, self.parameters)
         for chunk in self.budget.chunks(microbatches, self.parameters):
             uses, norms = self._visit(loss_fn, chunk)
             alone = final and len(chunk) == len(microbatches) == len(self.tally)
@@ -57,11 +58,11 @@ class Fused(Engine):
         recorder = Recorder(
             self.parameters, groups, examples, HANDLERS, ACTIVATIONS, anything, self.workspace
         )
-        uses = _Uses(recorder, self.workspace)
         with (
             set_aside(self.parameters),
             self.budget.learning(microbatches, self.parameters, self.workspace) as meter,
         ):
+            uses = _Uses(recorder, self.workspace, meter)
             with recorder.metered(meter), recorder:
                 losses = call(loss_fn, batch, groups.examples)
             if losses.shape != (groups.examples,):
@@ -70,14 +71,15 @@ class Fused(Engine):
                     'mean. Return the losses themselves, as reduction="none" does.'
                 )
             means = groups.sum(losses) / groups.sizes_like(losses)
-            uses.plan(recorder, self.budget.to_keep(microbatches, self.parameters, meter))
+            weights = recorder.weights_used_once()
+            least = least_to_keep(weights, groups)
+            allowance = self.budget.to_keep(microbatches, self.parameters, least, meter)
+            uses.written_out = to_write_out(weights, groups, allowance)
             try:
                 backward(means.sum(), self.scaler)
             finally:
                 recorder.let_go()
             uses.complete(self.parameters)
-            if meter:
-                meter.kept = uses.nbytes
         norms = unscale(uses.norms(), self.scaler)
         self.tally.extend(microbatches, norms, means.detach(), losses.detach())
         return uses, norms
@@ -121,7 +123,8 @@ class Fused(Engine):
 class _Uses:
     """All that a backward pass delivered of a chunk; norms are taken as soon as they can be."""
 
-    def __init__(self, recorder: Recorder, workspace: Workspace) -> None:
+    def __init__(self, recorder: Recorder, workspace: Workspace, meter: Meter | None) -> None:
+        self._meter = meter
         self.groups = recorder.groups
         self.workspace = workspace
         self.device = recorder.anchor.device
@@ -131,17 +134,8 @@ class _Uses:
         self._small: dict[str, Formed] = {}  # the only uses of small parameters
         self._joined: Joined | None = None
         self._squares: dict[str, Tensor] = {}
-        self._written_out: set[str] = set()
+        self.written_out: set[str] = set()  # parameters whose gradients are to be
         recorder.on_use = self.add
-
-    def plan(self, recorder: Recorder, allowance: float) -> None:
-        """Decide, once the forward pass has shown them all, which gradients to write out."""
-        single = {
-            name: weight
-            for name, weight in recorder.weights.items()
-            if self._expected[name] == 1 and name not in self._derived
-        }
-        self._written_out = to_write_out(single, self.groups, allowance)
 
     def add(self, name: str, use: Use) -> None:
         """Take note of a use; with a parameter's last one its norms are known.
@@ -150,9 +144,12 @@ class _Uses:
         """
         uses = self._of.setdefault(name, [])
         last = len(uses) + 1 == self._expected[name] and name not in self._derived
-        if name in self._written_out:
+        if name in self.written_out:
             use = use.written_out(self.groups, self.workspace)
-        uses.append(use.kept(self.groups, self.workspace))
+        use = use.kept(self.groups, self.workspace)
+        uses.append(use)
+        if self._meter:
+            self._meter.keep(use.nbytes)
         if last:
             self._judge(name, uses)
 
@@ -190,11 +187,6 @@ class _Uses:
             self._joined = Joined(self._small)
             self._squares["small ones"] = self._joined.squared_norms(self.groups)
             self._of = {name: uses for name, uses in self._of.items() if name not in self._small}
-
-    @property
-    def nbytes(self) -> int:
-        """Return the memory held on to."""
-        return sum(use.nbytes for uses in self._of.values() for use in uses)
 
     def norms(self) -> Tensor:
         """Return the norm of every micro-batch's gradient over all parameters."""

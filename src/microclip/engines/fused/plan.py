@@ -28,10 +28,19 @@ class Weight:
         """Return the bytes of its gradients."""
         return len(groups) * self.p * self.q * self.itemsize
 
+    def least(self, groups: Groups) -> int:
+        """Return the bytes that it takes, if memory is all that counts."""
+        return min(self.kept, self.written(groups)) if self.gain(groups) >= 1 else self.kept
+
     def gain(self, groups: Groups) -> float:
         """Return by how much writing out is faster, for each byte; not so below 1."""
         rows = groups.largest * self.rows
         return rows**2 * (self.p + self.q) / (self.worth * max(1, self.p * self.q))
+
+
+def least_to_keep(weights: dict[str, Weight], groups: Groups) -> int:
+    """Return the bytes that are kept of these weights if nothing is written out for speed alone."""
+    return sum([weight.least(groups) for weight in weights.values()])
 
 
 def to_write_out(weights: dict[str, Weight], groups: Groups, allowance: float) -> set[str]:
@@ -40,15 +49,15 @@ def to_write_out(weights: dict[str, Weight], groups: Groups, allowance: float) -
     Args:
         weights: All that are used once, by name.
         groups: The micro-batches.
-        allowance: Bytes that may be kept. Where rows alone take more, only that is written out
-            which takes less.
+        allowance: Bytes that may be kept. Where the least takes more, only that is written out
+            which then takes less.
     """
     chosen = set()
-    total = sum(weight.kept for weight in weights.values())
+    total = least_to_keep(weights, groups)
     gains = {name: weight.gain(groups) for name, weight in weights.items()}
     for name in sorted(gains, key=lambda name: -gains[name]):
-        more = weights[name].written(groups) - weights[name].kept
-        if gains[name] >= 1 and (more <= 0 or total + more <= allowance):
+        more = weights[name].written(groups) - weights[name].least(groups)
+        if gains[name] >= 1 and (not more or total + more <= allowance):
             chosen.add(name)
             total += more
     return chosen

@@ -204,6 +204,14 @@ class Recorder(TorchFunctionMode):
                 f"{self.groups.examples}."
             )
 
+    def weights_used_once(self) -> dict[str, Weight]:
+        """Return the weights that offer a choice of how their gradients are kept."""
+        return {
+            name: weight
+            for name, weight in self.weights.items()
+            if self.expected[name] == 1 and name not in self.derived
+        }
+
     def formed(self, values: Tensor) -> Formed:
         """Add up (examples, n, ...) within micro-batches."""
         return Formed(self.groups.sum_rows(values))
@@ -226,7 +234,7 @@ class Recorder(TorchFunctionMode):
         if meter is None:
             yield
             return
-        self._meter = (meter.count, _as_it_is)
+        self._meter = (meter.save, meter.use)
         with torch.autograd.graph.saved_tensors_hooks(*self._meter):
             yield
 
@@ -242,10 +250,6 @@ class Recorder(TorchFunctionMode):
 
 def _nobody(name: str, use: Use) -> None:
     """Take no note."""
-
-
-def _as_it_is(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 def apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:

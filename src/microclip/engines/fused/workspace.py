@@ -32,6 +32,7 @@ class Workspace:
 
     def __init__(self) -> None:
         keep_what_is_freed()
+        self.is_open = True  # else all is left to the system
         self.at_rest = math.inf  # bytes to hold on to between steps, at most
         self._blocks: dict[int, list[_Block]] = {}  # by size
         self._addresses: set[int] = set()
@@ -49,7 +50,8 @@ class Workspace:
 
     def takes(self, count: int, like: Tensor) -> bool:
         """Whether a tensor of this many numbers would lie here."""
-        return count * like.itemsize >= SMALLEST and multitensor.on_host(like)
+        large = count * like.itemsize >= SMALLEST
+        return self.is_open and large and multitensor.on_host(like)
 
     def empty(self, shape: Sequence[int], like: Tensor) -> Tensor:
         """Return a tensor of this shape that holds anything."""
@@ -65,7 +67,8 @@ class Workspace:
 
     def keep(self, tensor: Tensor) -> Tensor:
         """Return the tensor, or a copy where that lets its memory be used again at once."""
-        if not multitensor.on_host(tensor) or tensor.data_ptr() in self._addresses:
+        inside = tensor.data_ptr() in self._addresses
+        if inside or not self.is_open or not multitensor.on_host(tensor):
             return tensor.contiguous()
         return self.empty(tensor.shape, tensor).copy_(tensor)
 
