@@ -8,7 +8,7 @@ without any clipping. `tight` is the single pass with a memory budget of 1.2 tim
 plain step. For b = 1 per-sample gradients by other means follow: torch.func, and Opacus (`pip
 install opacus`) with its hooks and with ghost clipping. Times are ratios to the plain step within
 one round of an interleaved run, median with quartiles; memory is the ratio of the peaks of live
-tensors, with what is held between steps. After `auto` stands what it chose, and the median of its
+tensors. After `auto` stands what it chose, and the median of its
 ratio to the best engine of the row. What no question hangs on takes part in every third round.
 """
 
@@ -49,10 +49,10 @@ def clip(task: Task, clipper: Clipper) -> None:
     clipper.backward(task.losses, task.batch)
 
 
-def peak(task: Task, step: Step, clipper: Clipper | None = None) -> int:
-    """Return the peak of a step, with what the clipper holds between steps."""
+def peak(task: Task, step: Step) -> int:
+    """Return the peak of a step's memory."""
     task.model.zero_grad()
-    return peak_memory(step) + (clipper.held_memory if clipper else 0)
+    return peak_memory(step)
 
 
 def error(task: Task, step: Step, wanted: list[torch.Tensor]) -> float:
@@ -84,7 +84,7 @@ def row(task: Task, b: int, rounds: int) -> None:
     for name, step in steps.items():
         if name != "plain":
             middle, low, high = ratio(seconds, name, "plain")
-            memory = peak(task, step, clippers.get(name)) / base
+            memory = peak(task, step) / base
             note = ""
             if name == "auto":
                 to_best = ratio(seconds, "auto", best)[0]

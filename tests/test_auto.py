@@ -236,22 +236,6 @@ def test_a_close_race_takes_more_rounds(monkeypatch, close, rounds):
     assert len(sizes) == 3 * rounds + step
 
 
-def test_memory_of_the_trial_is_given_back():
-    """Also that of a single pass, if it was not chosen."""
-    model = nn.Linear(64, 64)
-
-    def mixing(x):
-        return model(x - x.mean(0)).square().mean((1, 2))
-
-    clipper = Clipper(model, 2)
-    with pytest.warns(RuntimeWarning, match="stream engine is used"):
-        clipper.backward(mixing, torch.randn(8, 16, 64))
-    assert clipper.held_memory == 0
-    clipper = Clipper(model, 2, engine="fused")
-    clipper.backward(lambda x: model(x).square().mean((1, 2)), torch.randn(64, 16, 64))
-    assert clipper.held_memory > 0
-
-
 def test_a_checkpoint_holds_what_was_found_out(tmp_path):
     """Timed anew, it could choose another engine, and a resumed run would differ in its bits."""
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))

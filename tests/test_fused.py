@@ -6,10 +6,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from microclip import Clipper
+from microclip.engines.fused import convolution
 from microclip.engines.fused.convolution import Geometry, Patches
 from microclip.engines.fused.groups import Groups
-from microclip.engines.fused.uses import Formed, Halves, Lines, Rows, squared_norms, sum_of
-from microclip.engines.fused.workspace import Workspace
+from microclip.engines.fused.uses import Formed, Lines, Pieces, Rows, squared_norms, sum_of
 from microclip.microbatches import cut
 
 import properties
@@ -44,17 +44,18 @@ class TestAlgebra:
         e = self.groups.examples
         return Lines(torch.randint(0, p, (e, n)), torch.randn(e, n, q).double(), p)
 
-    def windows(self):
+    def windows(self, channels=1, is_tight=False):
         """Of 1 x 3 channels over 7 places, 4 outputs: a parameter of 4 x 1 x 3."""
         e = self.groups.examples
-        geometry = Geometry((4, 1, 3), (2,), (1,), (1,), 1)
-        return Patches(torch.randn(e, 1, 7).double(), torch.randn(e, 4, 4).double(), geometry)
+        geometry = Geometry((4, channels, 3), (2,), (1,), (1,), 1, is_tight)
+        x, d = torch.randn(e, channels, 7).double(), torch.randn(e, 4, 4).double()
+        return Patches(x, d, geometry)
 
     @pytest.mark.parametrize(
-        "kinds", ["r", "l", "t", "rr", "rt", "rl", "lr", "ll", "rlf", "f", "rf", "h", "rh"]
+        "kinds", ["r", "l", "t", "rr", "rt", "rl", "lr", "ll", "rlf", "f", "rf", "p", "rp"]
     )
     def test_norms_and_sums_are_those_of_the_formed_gradients(self, kinds):
-        """r: rows, t: rows the other way round, l: lines, f: formed, h: formed in two halves.
+        """r: rows, t: rows the other way round, l: lines, f: formed, p: formed in two pieces.
 
         Several have cross terms.
         """
@@ -63,13 +64,18 @@ class TestAlgebra:
             "t": lambda: self.rows(4, 3, inputs_first=False),
             "l": self.lines,
             "f": lambda: Formed(torch.randn(3, 3, 4).double()),
-            "h": lambda: Halves(*(Formed(torch.randn(n, 3, 4).double()) for n in (2, 1))),
+            "p": lambda: Pieces(tuple(Formed(torch.randn(n, 3, 4).double()) for n in (2, 1))),
         }
         self.check([make[kind]() for kind in kinds])
 
-    def test_windows(self):
-        self.check([self.windows()])
-        self.check([self.windows(), self.windows()])
+    @pytest.mark.parametrize("channels", [1, 8])
+    @pytest.mark.parametrize("is_tight", [False, True])
+    def test_windows(self, channels, is_tight):
+        """Of many channels, the patches lie place by place."""
+        first, second = (self.windows(channels, is_tight) for _ in range(2))
+        assert first.geometry.is_better_by_place(first.d) == (channels == 8)
+        self.check([first])
+        self.check([first, second])
 
     @pytest.mark.parametrize("n", [1, 31, 64, 65])
     def test_any_number_of_rows(self, n):
@@ -78,36 +84,44 @@ class TestAlgebra:
 
     def check(self, uses):
         """Norms, sums and what is left out, as the backward pass brings it and as it is kept."""
-        workspace = Workspace()
-        formed = sum_of([use.form(self.groups, workspace) for use in uses])
+        formed = sum_of([use.form(self.groups) for use in uses])
         coefficients = torch.tensor([0.5, 2.0, 0.0]).double()
         wanted = torch.einsum("j,j...->...", coefficients, formed)
         left_out = self.groups.shares(torch.tensor([False, True, False]))
-        for given in (uses, [use.kept(self.groups, workspace) for use in uses]):
-            norms = squared_norms(given, self.groups, workspace)
+        for given in (uses, [use.kept(self.groups) for use in uses]):
+            norms = squared_norms(given, self.groups)
             torch.testing.assert_close(norms.double(), formed.flatten(1).square().sum(1))
             total = None
             for use in given:
-                total = use.add_to(total, self.groups.shares(coefficients), workspace)
+                total = use.add_to(total, self.groups.shares(coefficients))
             torch.testing.assert_close(total.view_as(wanted), wanted)
-            rest = sum_of([use.without(left_out).form(self.groups, workspace) for use in given])
+            rest = sum_of([use.without(left_out).form(self.groups) for use in given])
             torch.testing.assert_close(rest[[0, 2]], formed[[0, 2]])
             assert not rest[1].any()
 
     @pytest.mark.parametrize(
         ("size", "dtype"), [(9, torch.float64), (9, torch.float32), (33, torch.float32)]
     )
-    def test_windows_have_the_gradients_of_convolutions(self, size, dtype):
+    @pytest.mark.parametrize("channels", [11, 40])
+    @pytest.mark.parametrize("is_tight", [False, True])
+    def test_windows_have_the_gradients_of_convolutions(
+        self, size, dtype, channels, is_tight, monkeypatch
+    ):
         """Written out as patches, or by one convolution with groups where places are many."""
-        x, weight = torch.randn(5, 11, size, 18).to(dtype), torch.randn(3, 11, 3, 2).to(dtype)
-        weight.requires_grad_()
+        monkeypatch.setattr(convolution, "WORTH_SAVING", 0)
+        x = torch.randn(5, channels, size, 18).to(dtype).requires_grad_()
+        weight = torch.randn(3, channels, 3, 2).to(dtype).requires_grad_()
         options = {"stride": (2, 1), "padding": (1, 0), "dilation": (1, 2)}
         out = F.conv2d(x, weight, **options)
         d = torch.randn_like(out)
-        geometry = Geometry(tuple(weight.shape), *options.values(), 1)
-        windows = Patches(x, d, geometry)
+        geometry = Geometry(tuple(weight.shape), *options.values(), 1, is_tight)
+        windows = Patches(x.detach(), d, geometry)
+        assert geometry.is_better_by_place(d) == (channels == 40)
+        (wanted,) = torch.autograd.grad(out, x, d)
+        found = geometry.input_gradient(d, x.detach(), weight.detach())
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
         assert windows._is_better_grouped(self.groups) == (size == 33)
-        formed = windows.form(self.groups, Workspace())
+        formed = windows.form(self.groups)
         for row, (start, stop) in enumerate([(0, 2), (2, 4), (4, 5)]):
             out = F.conv2d(x[start:stop], weight, **options)
             (wanted,) = torch.autograd.grad(out, weight, d[start:stop])
@@ -120,9 +134,8 @@ class TestAlgebra:
             torch.tensor([[[3.0, 4.0]], [[5.0, 6.0]]]),
             inputs_first=True,
         )
-        workspace = Workspace()
-        assert rows.form(Groups([2]), workspace).tolist() == [[[3, 4], [11, 14]]]
-        assert rows.form(Groups([1, 1]), workspace).tolist() == [
+        assert rows.form(Groups([2])).tolist() == [[[3, 4], [11, 14]]]
+        assert rows.form(Groups([1, 1])).tolist() == [
             [[3, 4], [6, 8]],
             [[0, 0], [5, 6]],
         ]

@@ -126,11 +126,6 @@ class Clipper:
         """The loss scaler that was given."""
         return self._chooser.scaler
 
-    @property
-    def held_memory(self) -> int:
-        """Bytes that are kept between steps to be used again: by single passes on a CPU only."""
-        return self._chooser.held_memory
-
     def __repr__(self) -> str:
         p = self.policy
         return (

@@ -83,11 +83,6 @@ class Chooser:
         self._trials: dict[tuple[int, int], EngineReport] = {}
 
     @property
-    def held_memory(self) -> int:
-        """Return the bytes kept from step to step."""
-        return self._kept["workspace"].nbytes if self._kept else 0
-
-    @property
     def ranks(self) -> Ranks | None:
         """Return the ranks that a sharded model's micro-batches are spread over."""
         return self._fsdp.ranks if self._fsdp and self._scope == "rank" else None
@@ -167,12 +162,11 @@ class Chooser:
         return engine(self.model, trainable(self.model), tally, self.scaler, **more)
 
     def _kept_for_single_passes(self) -> dict[str, Any]:
-        """Return what goes on from step to step: memory, and what is known of its needs."""
+        """Return what goes on from step to step: what is known of the memory they need."""
         from microclip.engines.fused.budget import Budget
-        from microclip.engines.fused.workspace import Workspace
 
         if not self._kept:
-            self._kept = {"workspace": Workspace(), "budget": Budget(self.memory_budget)}
+            self._kept = {"budget": Budget(self.memory_budget)}
         return self._kept
 
     def _trial_near(self, size: tuple[int, int]) -> EngineReport | None:
@@ -188,8 +182,6 @@ class Chooser:
         from microclip.engines.trial import NOT_FINITE, try_out
 
         report = try_out(self.model, self._make, loss_fn, cuts, tally.policy)
-        if report.engine != "fused" and self._kept:
-            self._kept["workspace"].clear()
         if report.reason != NOT_FINITE:  # else the next batch may tell
             self._trials[size] = report
         self._announce(report)

@@ -18,7 +18,6 @@ from microclip import multitensor
 from microclip.engines.fused.convolution import Patches
 from microclip.engines.fused.groups import Groups
 from microclip.engines.fused.uses import Formed, Lines, Rows, Use, sum_of
-from microclip.engines.fused.workspace import Workspace
 
 Uses = list[Use]
 
@@ -62,7 +61,7 @@ class _Block:
             part = Patches(
                 use.x, use.d[:, self.start : self.stop], replace(use.geometry, shape=shape)
             )
-            return _wide(part.form(Groups([1] * len(use.x)), Workspace()).flatten(1))
+            return _wide(part.form(Groups([1] * len(use.x))).flatten(1))
         assert isinstance(use, Formed)
         gradients = use.gradients
         if gradients.is_complex():

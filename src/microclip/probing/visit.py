@@ -20,7 +20,6 @@ from microclip.engines.fused.groups import Groups
 from microclip.engines.fused.layers import HANDLERS
 from microclip.engines.fused.record import Recorder
 from microclip.engines.fused.uses import Formed, Use, sum_of
-from microclip.engines.fused.workspace import Workspace
 from microclip.engines.losses import LossFn, call
 from microclip.engines.randomness import RandomState
 from microclip.microbatches import count_examples, cut, tensors_of
@@ -49,7 +48,7 @@ def single_pass(
     examples = count_examples(batch)
     groups = Groups([1] * examples)
     leaves = [leaf for _, leaf in tensors_of(batch)]
-    recorder = Recorder(parameters, groups, leaves, HANDLERS, {}, anything, Workspace())
+    recorder = Recorder(parameters, groups, leaves, HANDLERS, anything)
     collector = _Collector(recorder, on_parameter)
     with recorder:
         losses = losses_of(loss_fn, batch, examples)
@@ -81,7 +80,7 @@ class _Collector:
     @torch.no_grad()
     def complete(self, parameters: Parameters) -> None:
         """Follow derived tensors back, and make sure that nothing went past the recorder."""
-        groups, workspace = self._recorder.groups, self._recorder.workspace
+        groups = self._recorder.groups
         for name, parameter in parameters.items():
             if parameter.grad is not None:
                 raise CannotFuseError(
@@ -92,7 +91,7 @@ class _Collector:
             if name not in self._of:
                 continue
             shape = (len(groups), *derived.value.shape)
-            formed = [use.form(groups, workspace) for use in self._of.pop(name)]
+            formed = [use.form(groups) for use in self._of.pop(name)]
             gradients = sum_of([gradient.reshape(shape) for gradient in formed])
             for origin, gradient in derived.pull_back(gradients).items():
                 self._of.setdefault(origin, []).append(Formed(gradient))

@@ -10,13 +10,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from microclip.engines.fused.workspace import Workspace
 from microclip.microbatches import Cuts
 
 UNSEEN = 1.05  # for what is not counted
 PASSING = 2.5  # times a layer's largest tensor: gradients that come in and go out, and their copies
-RESERVE = 1.25  # for what the workspace lends only for a moment
-ROOMY = 3  # times what the forward pass saves: a limit that leaves so much is none
+KEPT = 1.5  # times what the forward pass saves: what the backward pass may keep
+ROOMY = 3  # times the same: a limit that leaves so much is none
 PROBE = 8  # a batch whose needs are unknown starts with an eighth of it, under a given limit
 
 
@@ -30,21 +29,16 @@ class Budget:
 
     def __init__(self, limit: int | None) -> None:
         self._given = limit
-        self._tight = False
         self._limits: dict[torch.device, float] = {}
         # what was measured, by the class of an example's number of elements
         self._seen: dict[int, _Need] = {}
 
     def is_tight(self, cuts: Cuts, parameters: dict[str, nn.Parameter]) -> bool:
-        """Decide whether memory goes before time, for the micro-batches that come next.
-
-        Then no memory is held on to from step to step, nor set apart from what the passes use.
-        """
+        """Whether memory goes before time."""
+        if self._given is None:
+            return False
         seen = self._seen.get(_class(cuts))
-        self._tight = self._given is not None and (
-            seen is None or ROOMY * seen.saved * _times(cuts, seen) > self._room(parameters)
-        )
-        return self._tight
+        return seen is None or ROOMY * seen.saved * _times(cuts, seen) > self._room(parameters)
 
     def chunks(self, cuts: Cuts, parameters: dict[str, nn.Parameter]) -> Iterator[Cuts]:
         """Yield the micro-batches in portions; each is visited before the next is asked for."""
@@ -61,14 +55,14 @@ class Budget:
         seen = self._seen.get(_class(cuts))
         if seen is None:
             return len(cuts) if self._given is None else max(1, len(cuts) // PROBE)
-        need = seen.peak * _growth(cuts, seen)
-        if not need or (self._given and not self._tight):
+        need = seen.peak * _growth(cuts, seen) * max(cuts.sizes)
+        if not need:  # nothing is saved but what was there before
             return len(cuts)
-        return max(1, min(len(cuts), int(self._room(parameters) / (need * max(cuts.sizes)))))
+        return max(1, min(len(cuts), int(self._room(parameters) / need)))
 
     @contextmanager
     def learning(
-        self, cuts: Cuts, parameters: dict[str, nn.Parameter], workspace: Workspace
+        self, cuts: Cuts, parameters: dict[str, nn.Parameter]
     ) -> Iterator[Meter | None]:
         """Measure what goes on inside the block, if batches like this one are new.
 
@@ -78,13 +72,9 @@ class Budget:
         if seen and examples < 2 * seen.examples:
             yield None
             return
-        meter = Meter([*parameters.values(), *cuts.leaves], workspace)
+        meter = Meter([*parameters.values(), *cuts.leaves])
         yield meter
-        # what the workspace holds is held all the time, else things come and go
-        kept = workspace.touched or meter.kept
-        apart = meter.saved - meter.lent + kept + PASSING * meter.largest
-        totals = (meter.saved, meter.lent, meter.peak if self._tight else apart)
-        needs = [total / examples for total in totals]
+        needs = [total / examples for total in (meter.saved, meter.peak)]
         self._seen[_class(cuts)] = _Need(examples, _elements(cuts), *needs)
 
     def to_keep(
@@ -92,23 +82,14 @@ class Budget:
     ) -> float:
         """Return what a backward pass may keep of weights, if that makes it faster.
 
-        As much as the forward pass saved, and half of what it put into the workspace, which makes
-        room by then. Under a tight limit what that leaves beside the least.
+        Somewhat more than the forward pass saved, which makes room by then; under a limit no more
+        than that leaves beside the least.
         """
         if meter:
-            return 0.0 if self._tight else meter.saved + meter.lent / 2
+            return KEPT * meter.saved if self._given is None else 0.0
         seen = self._seen[_class(cuts)]
-        if not self._tight:
-            return (seen.saved + seen.lent / 2) * _times(cuts, seen)
-        return least + max(0.0, self._room(parameters) - seen.peak * _times(cuts, seen))
-
-    def at_rest(self, cuts: Cuts) -> float:
-        """Return what the workspace may hold: what is kept, and what the forward pass puts there.
-
-        A plain step would hold what the forward pass saves as well, so this at most doubles it.
-        """
-        seen = self._seen[_class(cuts)]
-        return RESERVE * (seen.saved + seen.lent) * _times(cuts, seen)
+        left = self._room(parameters) - seen.peak * _times(cuts, seen)
+        return min(KEPT * seen.saved * _times(cuts, seen), least + max(0.0, left))
 
     def _room(self, parameters: dict[str, nn.Parameter]) -> float:
         """Return the bytes for what can be counted beforehand."""
@@ -129,7 +110,6 @@ class _Need:
     examples: int  # on which it was measured
     elements: int  # of an example
     saved: float  # bytes per example, for the backward pass
-    lent: float  # those of them that the workspace lent
     peak: float  # bytes per example that are held at once
 
 
@@ -138,16 +118,15 @@ class Meter:
 
     Args:
         known: Tensors that were there before, which do not count.
-        workspace: Where some of them may lie.
     """
 
-    def __init__(self, known: list[Tensor], workspace: Workspace) -> None:
+    def __init__(self, known: list[Tensor]) -> None:
         self._known = {tensor.untyped_storage().data_ptr() for tensor in known}
-        self._workspace = workspace
         self._waiting: dict[int, int] = {}  # how often a storage is still to be asked for
         self._left = 0  # of what was saved
         self._passing = 0  # the largest tensor of the layer that the backward pass is at
-        self.saved = self.lent = self.kept = self.largest = 0
+        self._kept = 0
+        self.saved = 0
         self.peak = 0.0
 
     def save(self, tensor: Tensor) -> Tensor:
@@ -159,8 +138,6 @@ class Meter:
         if address not in self._waiting:
             self.saved += nbytes
             self._left += nbytes
-            self.largest = max(self.largest, nbytes)
-            self.lent += nbytes * self._workspace.holds(address)
         self._waiting[address] = self._waiting.get(address, 0) + 1
         self._look()
         return tensor
@@ -178,12 +155,12 @@ class Meter:
 
     def keep(self, nbytes: int) -> None:
         """Take note of what is kept of a layer."""
-        self.kept += nbytes
+        self._kept += nbytes
         self._look()
         self._passing = 0
 
     def _look(self) -> None:
-        self.peak = max(self.peak, self._left + self.kept + PASSING * self._passing)
+        self.peak = max(self.peak, self._left + self._kept + PASSING * self._passing)
 
 
 def _elements(cuts: Cuts) -> int:

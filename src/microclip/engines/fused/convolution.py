@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -18,7 +18,6 @@ from microclip.engines.fused.groups import Groups, Shares, together
 from microclip.engines.fused.plan import Weight
 from microclip.engines.fused.record import Handler, Recorder, apply
 from microclip.engines.fused.uses import Formed, Rows, Use, room_for
-from microclip.engines.fused.workspace import Workspace
 
 PATCHES_AT_ONCE = 2**23  # bytes of patches cut at a time, to be read again while they are at hand
 PATCHES_KEPT = 2**22  # bytes of patches that are cut once and kept
@@ -26,7 +25,6 @@ PORTIONS = 4  # in which to do what makes copies, where memory is tight
 WORTH_SAVING = 2**22  # bytes
 GROUPING_PAYS = 256  # places of a micro-batch's windows
 GROUPED_INPUTS = 64  # numbers that a window takes in
-Memory = Callable[[Sequence[int], Tensor], Tensor]  # from which tensors of some shape are had
 WRITING = 16  # the worth of a written number, in products: patches cost more than other rows do
 
 
@@ -39,6 +37,7 @@ class Geometry:
     padding: tuple[int, ...]
     dilation: tuple[int, ...]
     groups: int
+    is_tight: bool = False  # memory goes before time
 
     @property
     def inputs(self) -> int:
@@ -49,32 +48,32 @@ class Geometry:
         """Return the memory that patches take, given what comes back from all places."""
         return self.inputs * d.shape[0] * math.prod(d.shape[2:]) * d.element_size()
 
-    def as_weight(self, x: Tensor, result: Tensor, workspace: Workspace) -> Weight:
+    def as_weight(self, x: Tensor, result: Tensor) -> Weight:
         """Return the weight that this convolution is to the rows of its patches."""
         rows, each = math.prod(result.shape[2:]), multitensor.accumulation_dtype(result).itemsize
-        cut = self.nbytes_of_patches(result) if self.keeps_patches(result, workspace) else 0
-        kept = (cut or x.nbytes) + result.nbytes
+        cut = self.nbytes_of_patches(result) if self.keeps_patches(result) else x.nbytes
+        kept = cut + result.nbytes
         return Weight(rows, self.shape[0], self.inputs, each, kept, WRITING)
 
-    def keeps_patches(self, d: Tensor, workspace: Workspace) -> bool:
+    def keeps_patches(self, d: Tensor) -> bool:
         """Whether patches are few enough to be cut once and kept, given what comes back."""
-        return workspace.is_open and self.nbytes_of_patches(d) <= PATCHES_KEPT
+        return not self.is_tight and self.nbytes_of_patches(d) <= PATCHES_KEPT
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return the convolution."""
         options = (self.stride, self.padding, self.dilation, False, self._none, self.groups)
         return torch.convolution(x, weight, bias, *options)
 
-    def input_gradient(self, d: Tensor, x: Tensor, weight: Tensor, portions: int) -> Tensor:
-        """Return what goes on to the layer before; in portions, since kernels make copies of it."""
+    def input_gradient(self, d: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+        """Return what goes on to the layer before; a kernel may make several copies of it."""
 
         def of(d: Tensor, x: Tensor) -> Tensor:
             return cast(Tensor, self._backward(d, x, weight, [True, False, False], self.groups)[0])
 
-        if portions == 1:
+        if not self.is_tight or x.nbytes < WORTH_SAVING:
             return of(d, x)
         found = torch.empty_like(x)
-        for out, *sides in zip(*(side.chunk(portions) for side in (found, d, x)), strict=True):
+        for out, *sides in zip(*(side.chunk(PORTIONS) for side in (found, d, x)), strict=True):
             out.copy_(of(*sides))
         return found
 
@@ -84,15 +83,14 @@ class Geometry:
         found = self._backward(d, x, weight, [False, True, False], self.groups)[1]
         return cast(Tensor, found)
 
-    def weight_gradients(
-        self, d: Tensor, x: Tensor, microbatches: Groups, portions: int = 1
-    ) -> Tensor:
-        """Return those of all micro-batches, which in portions takes less memory.
+    def weight_gradients(self, d: Tensor, x: Tensor, microbatches: Groups) -> Tensor:
+        """Return those of all micro-batches.
 
         Micro-batches of one size become groups of channels of one convolution, and its weight
         gradient holds theirs one after the other.
         """
         found = []
+        portions = PORTIONS // 2 if self.is_tight else 1
         for block in microbatches:
             for part in zip(*(block.of(side).chunk(portions) for side in (d, x)), strict=True):
                 found.append(self._grouped(*part))
@@ -107,7 +105,7 @@ class Geometry:
         found = self._backward(wide_d, wide_x, weight, mask, self.groups * count)[1]
         return cast(Tensor, found).view(count, *self.shape)
 
-    def patches(self, x: Tensor, by_place: bool, memory: Memory) -> Tensor:
+    def patches(self, x: Tensor, by_place: bool) -> Tensor:
         """Return (micro-batches, rows, inputs) of (micro-batches, examples, channels, ...).
 
         A row is the window at one place. They lie one after the other if `by_place`, with the
@@ -128,9 +126,9 @@ class Geometry:
         places, offsets = range(first, first + dimensions), range(3 + dimensions, x.dim())
         if by_place:
             x = x.permute(0, 1, *places, *offsets, channels)
-            return memory(x.shape, x).copy_(x).view(len(x), -1, self.inputs)
+            return x.reshape(len(x), -1, self.inputs)
         x = x.permute(0, channels, *offsets, 1, *places)
-        return memory(x.shape, x).copy_(x).view(len(x), self.inputs, -1).mT
+        return x.reshape(len(x), self.inputs, -1).mT
 
     def is_better_by_place(self, d: Tensor) -> bool:
         """Whether there are more channels to lie side by side than places, given what comes back."""
@@ -172,20 +170,18 @@ class Patches(Use):
 
     @override
     def squared_norms(self, groups: Groups) -> Tensor:
-        return self._cut(groups, lambda shape, like: like.new_empty(shape)).squared_norms(groups)
+        return self._cut(groups).squared_norms(groups)
 
     @override
-    def form(self, groups: Groups, workspace: Workspace) -> Tensor:
+    def form(self, groups: Groups) -> Tensor:
         if self._is_better_grouped(groups):
-            portions = 1 if workspace.is_open else PORTIONS // 2
-            return self.geometry.weight_gradients(self.d, self.x, groups, portions)
-        return self._cut(groups, workspace.empty).form(groups, workspace)
+            return self.geometry.weight_gradients(self.d, self.x, groups)
+        return self._cut(groups).form(groups)
 
     @override
-    def add_to(self, total: Tensor | None, shares: Shares, workspace: Workspace) -> Tensor:
+    def add_to(self, total: Tensor | None, shares: Shares) -> Tensor:
         each = shares.as_(self.d.dtype).of_examples.view(-1, *(1,) * (self.d.dim() - 1))
-        weighted = torch.mul(self.d, each, out=workspace.empty(self.d.shape, self.d))
-        found = self.geometry.weight_gradient(weighted, self.x)
+        found = self.geometry.weight_gradient(self.d * each, self.x)
         found = found.to(multitensor.accumulation_dtype(found))
         return found if total is None else total.add_(found)
 
@@ -195,12 +191,12 @@ class Patches(Use):
         return Patches(self.x.masked_fill(each, 0.0), self.d.masked_fill(each, 0.0), self.geometry)
 
     @override
-    def kept(self, groups: Groups, workspace: Workspace) -> Use:
+    def kept(self, groups: Groups) -> Use:
         """Few patches are cut once, for norms and for the sum; else a convolution finds the sum."""
-        if self.geometry.keeps_patches(self.d, workspace):
-            cut = self._cut(groups, workspace.empty)
-            return replace(cut, parts=tuple(cut.parts))
-        return Patches(self.x, workspace.keep(self.d), self.geometry)
+        if not self.geometry.keeps_patches(self.d):
+            return self
+        cut = self._cut(groups)
+        return replace(cut, parts=tuple(cut.parts))
 
     def _is_better_grouped(self, groups: Groups) -> bool:
         """Whether the library's own kernel is faster than patches: for many places, on a CPU.
@@ -211,7 +207,7 @@ class Patches(Use):
         fast = multitensor.on_host(self.d) and self.d.dtype == torch.float32
         return fast and rows >= GROUPING_PAYS and self.geometry.inputs >= GROUPED_INPUTS
 
-    def _cut(self, groups: Groups, memory: Memory) -> CutPatches:
+    def _cut(self, groups: Groups) -> CutPatches:
         """Return the same with its patches cut, some at a time: they overlap, and take memory."""
         by_place = self.geometry.is_better_by_place(self.d)
 
@@ -221,7 +217,7 @@ class Patches(Use):
                 each = self.geometry.nbytes_of_patches(self.d[: block.size])
                 step = max(1, PATCHES_AT_ONCE // each)
                 for start in range(0, block.count, step):
-                    patches = self.geometry.patches(x[start : start + step], by_place, memory)
+                    patches = self.geometry.patches(x[start : start + step], by_place)
                     deltas = d[start : start + step].flatten(3).transpose(1, 2).flatten(2).mT
                     rows = Rows(patches, deltas, inputs_first=False)
                     yield Part(block.first_microbatch + start, Groups([1] * len(deltas)), rows)
@@ -266,18 +262,18 @@ class CutPatches(Use):
         return together([part.rows.squared_norms(part.groups) for part in self.parts])
 
     @override
-    def form(self, groups: Groups, workspace: Workspace) -> Tensor:
-        out = room_for(groups, (self.shape[0], self.geometry.inputs), self.x, workspace)
+    def form(self, groups: Groups) -> Tensor:
+        out = room_for(groups, (self.shape[0], self.geometry.inputs), self.x)
         for part in self.parts:
             part.rows.form_into(part.groups, part.of(out))
         return self.geometry.weights(out, self.by_place)
 
     @override
-    def add_to(self, total: Tensor | None, shares: Shares, workspace: Workspace) -> Tensor:
+    def add_to(self, total: Tensor | None, shares: Shares) -> Tensor:
         flat = None
         for part in self.parts:
             coefficients = part.of(shares.of_microbatches)
-            flat = part.rows.add_to(flat, part.groups.shares(coefficients), workspace)
+            flat = part.rows.add_to(flat, part.groups.shares(coefficients))
         assert flat is not None
         found = self.geometry.weights(flat, self.by_place)
         return found.contiguous() if total is None else total.add_(found)
@@ -296,7 +292,7 @@ class _Convolution(torch.autograd.Function):
     def forward(
         ctx: Any, anchor: Tensor, x: Tensor, weight: Tensor, bias: Any, *rest: Any
     ) -> Tensor:
-        geometry, note, ctx.portions = rest
+        geometry, note = rest
         if torch.is_autocast_enabled(x.device.type):
             dtype = torch.get_autocast_dtype(x.device.type)
             x, weight = x.to(dtype), weight.to(dtype)
@@ -311,8 +307,8 @@ class _Convolution(torch.autograd.Function):
         ctx.note(x, d)
         dx = None
         if ctx.needs_input_grad[1]:
-            dx = ctx.geometry.input_gradient(d, x, weight, ctx.portions)
-        return None, dx, None, None, None, None, None
+            dx = ctx.geometry.input_gradient(d, x, weight)
+        return None, dx, None, None, None, None
 
 
 def convolution(dimensions: int) -> Handler:
@@ -345,7 +341,9 @@ def convolution(dimensions: int) -> Handler:
                 f"with {recorder.groups.examples} examples along its first dimension."
             )
         recorder.expect(w, b)
-        geometry = Geometry(tuple(weight.shape), strides, many(padding), dilations, groups)
+        geometry = Geometry(
+            tuple(weight.shape), strides, many(padding), dilations, groups, recorder.is_tight
+        )
 
         def note(x: Tensor, d: Tensor) -> None:
             if b is not None:
@@ -356,13 +354,9 @@ def convolution(dimensions: int) -> Handler:
                 recorder.on_use(w, Formed(geometry.weight_gradients(d, x, recorder.groups)))
 
         held = None if bias is None else bias.detach()
-        saving = not recorder.workspace.is_open and input.nbytes >= WORTH_SAVING
-        portions = PORTIONS if saving else 1
-        result = apply(
-            _Convolution, recorder.anchor, input, weight.detach(), held, geometry, note, portions
-        )
+        result = apply(_Convolution, recorder.anchor, input, weight.detach(), held, geometry, note)
         if w is not None and groups == 1:
-            recorder.weights[w] = geometry.as_weight(input, result, recorder.workspace)
+            recorder.weights[w] = geometry.as_weight(input, result)
         return result
 
     return handler

@@ -10,7 +10,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from microclip import multitensor
 from microclip.engines.base import CannotFuseError, Engine
-from microclip.engines.fused.activations import ACTIVATIONS
+from microclip.engines.fused.allocator import hold_on_to_freed_memory
 from microclip.engines.fused.anything import anything
 from microclip.engines.fused.budget import Budget, Meter
 from microclip.engines.fused.groups import Groups, Shares
@@ -18,7 +18,6 @@ from microclip.engines.fused.layers import HANDLERS
 from microclip.engines.fused.plan import least_to_keep, to_write_out
 from microclip.engines.fused.record import Recorder
 from microclip.engines.fused.uses import Formed, Joined, Use, squared_norms, sum_of
-from microclip.engines.fused.workspace import Workspace
 from microclip.engines.gradients import Gradients, modules_of, set_aside
 from microclip.engines.losses import LossFn, backward, call, unscale
 from microclip.engines.sums import Sums
@@ -30,39 +29,39 @@ class Fused(Engine):
 
     name = "fused"
 
-    def __init__(self, *args: Any, workspace: Workspace, budget: Budget, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, budget: Budget, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.workspace = workspace
         self.budget = budget
         _check(self.model, self.parameters)
+        if self.device.type == "cpu":
+            hold_on_to_freed_memory()
         self._held: list[_Uses] = []
         self._sums = Sums(self.tally)
 
     def fold(self, loss_fn: LossFn, microbatches: Cuts, final: bool) -> None:
         """Differentiate the examples of all these micro-batches together, or of large chunks."""
-        self.workspace.is_open = not self.budget.is_tight(microbatches, self.parameters)
+        is_tight = self.budget.is_tight(microbatches, self.parameters)
         for chunk in self.budget.chunks(microbatches, self.parameters):
-            uses, norms = self._visit(loss_fn, chunk)
+            uses, norms = self._visit(loss_fn, chunk, is_tight)
             alone = final and len(chunk) == len(microbatches) == len(self.tally)
             if alone or not self.tally.policy.rule.streams:
                 self._held.append(uses)
             else:
                 self._settle(uses, norms, chunk)
-            self.workspace.at_rest = self.budget.at_rest(chunk)
 
-    def _visit(self, loss_fn: LossFn, microbatches: Cuts) -> tuple[_Uses, Tensor]:
+    def _visit(
+        self, loss_fn: LossFn, microbatches: Cuts, is_tight: bool
+    ) -> tuple[_Uses, Tensor]:
         """One forward and one backward pass."""
         groups = Groups(microbatches.sizes)
         batch = microbatches.whole
         examples = [leaf for _, leaf in tensors_of(batch)]
-        recorder = Recorder(
-            self.parameters, groups, examples, HANDLERS, ACTIVATIONS, anything, self.workspace
-        )
+        recorder = Recorder(self.parameters, groups, examples, HANDLERS, anything, is_tight)
         with (
             set_aside(self.parameters),
-            self.budget.learning(microbatches, self.parameters, self.workspace) as meter,
+            self.budget.learning(microbatches, self.parameters) as meter,
         ):
-            uses = _Uses(recorder, self.workspace, meter)
+            uses = _Uses(recorder, meter)
             with recorder.metered(meter), recorder:
                 losses = call(loss_fn, batch, groups.examples)
             if losses.shape != (groups.examples,):
@@ -102,8 +101,7 @@ class Fused(Engine):
     def finish(self) -> Gradients:
         """Add up what is now known to be each gradient's share."""
         if not self._held:
-            self.workspace.rest()
-            return self._sums.finish()
+                return self._sums.finish()
         rows = self.tally.leave_out()
         coefficients = self.tally.coefficients()
         left_out = torch.zeros_like(coefficients, dtype=torch.bool)
@@ -116,17 +114,15 @@ class Fused(Engine):
                 uses.leave_out(left_out[start:stop])
             uses.add_to(total, coefficients[start:stop], self.parameters, last=True)
             start = stop
-        self.workspace.rest()
         return total
 
 
 class _Uses:
     """All that a backward pass delivered of a chunk; norms are taken as soon as they can be."""
 
-    def __init__(self, recorder: Recorder, workspace: Workspace, meter: Meter | None) -> None:
+    def __init__(self, recorder: Recorder, meter: Meter | None) -> None:
         self._meter = meter
         self.groups = recorder.groups
-        self.workspace = workspace
         self.device = recorder.anchor.device
         self._expected = recorder.expected
         self._derived = recorder.derived
@@ -145,8 +141,8 @@ class _Uses:
         uses = self._of.setdefault(name, [])
         last = len(uses) + 1 == self._expected[name] and name not in self._derived
         if name in self.written_out:
-            use = use.written_out(self.groups, self.workspace)
-        use = use.kept(self.groups, self.workspace)
+            use = use.written_out(self.groups)
+        use = use.kept(self.groups)
         uses.append(use)
         if self._meter:
             self._meter.keep(use.nbytes)
@@ -159,7 +155,7 @@ class _Uses:
         if isinstance(only, Formed) and Joined.takes(only, self.device):
             self._small[name] = only
         else:
-            self._squares[name] = squared_norms(uses, self.groups, self.workspace)
+            self._squares[name] = squared_norms(uses, self.groups)
 
     @torch.no_grad()
     def complete(self, parameters: dict[str, nn.Parameter]) -> None:
@@ -168,7 +164,7 @@ class _Uses:
             if name not in self._of:
                 continue
             shape = (len(self.groups), *derived.value.shape)
-            formed = [use.form(self.groups, self.workspace) for use in self._of.pop(name)]
+            formed = [use.form(self.groups) for use in self._of.pop(name)]
             gradients = sum_of([gradient.reshape(shape) for gradient in formed])
             for origin, gradient in derived.pull_back(gradients).items():
                 self._of.setdefault(origin, []).append(Formed(gradient))
@@ -215,7 +211,7 @@ class _Uses:
         """
         shares = self.groups.shares(coefficients)
         if self._joined:
-            self._joined.add_to(total, shares, self.workspace)
+            self._joined.add_to(total, shares)
         for name in reversed(list(self._of)):  # the last ones may still be in the caches
             uses = self._of.pop(name) if last else self._of[name]
             total[name] = self._added(total.get(name), uses, shares, parameters[name])
@@ -228,7 +224,7 @@ class _Uses:
             found = torch.view_as_complex(found)
         for use in uses:
             so_far = None if found is None else found.view(use.shape)
-            found = use.add_to(so_far, shares, self.workspace)
+            found = use.add_to(so_far, shares)
         assert found is not None
         found = found.view(parameter.shape)
         return torch.view_as_real(found) if found.is_complex() else found

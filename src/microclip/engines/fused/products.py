@@ -19,7 +19,6 @@ from microclip.engines.fused.record import (
     without_dispatch,
 )
 from microclip.engines.fused.uses import Lines, Rows
-from microclip.engines.fused.workspace import Workspace
 
 
 class _Linear(torch.autograd.Function):
@@ -33,38 +32,22 @@ class _Linear(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         note: Handler,
-        workspace: Workspace,
     ) -> Tensor:
         if torch.is_autocast_enabled(x.device.type):
             dtype = torch.get_autocast_dtype(x.device.type)
             x, weight = x.to(dtype), weight.to(dtype)
             bias = None if bias is None else bias.to(dtype)
         ctx.save_for_backward(x, weight)
-        ctx.note, ctx.workspace = note, workspace
-        return _linear(x, weight, bias, workspace)
+        ctx.note = note
+        return F.linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, d: Tensor) -> Any:
         x, weight = ctx.saved_tensors
-        if not d.is_contiguous():  # copied once for all that is done with it
-            d = ctx.workspace.keep(d)
+        d = d.contiguous()  # once for all that is done with it
         ctx.note(x, d)
         dx = d @ weight if ctx.needs_input_grad[1] else None
-        return None, dx, None, None, None, None
-
-
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, workspace: Workspace) -> Tensor:
-    """Return x W^T + bias, in the workspace if it is large."""
-    shape = (*x.shape[:-1], weight.shape[0])
-    if not workspace.takes(math.prod(shape), x):
-        return F.linear(x, weight, bias)
-    out = workspace.empty(shape, x)
-    rows, flat = x.reshape(-1, x.shape[-1]), out.view(-1, shape[-1])
-    if bias is None:
-        torch.mm(rows, weight.mT, out=flat)
-    else:
-        torch.addmm(bias, rows, weight.mT, out=flat)
-    return out
+        return None, dx, None, None, None
 
 
 def linear(recorder: Recorder, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -117,7 +100,7 @@ def _product(
 
     held = None if bias is None else bias.detach()
     seen = weight.detach().mT if transposed else weight.detach()
-    return apply(_Linear, recorder.anchor, x, seen, held, note, recorder.workspace)
+    return apply(_Linear, recorder.anchor, x, seen, held, note)
 
 
 class _Embedding(torch.autograd.Function):

@@ -29,7 +29,6 @@ from microclip.engines.fused.budget import Meter
 from microclip.engines.fused.groups import Groups
 from microclip.engines.fused.plan import Weight
 from microclip.engines.fused.uses import Formed, Use
-from microclip.engines.fused.workspace import Workspace
 
 _MARK = "_microclip_follows"  # an attribute of tensors; a weak table of them takes far longer
 _serials = itertools.count(1)
@@ -70,13 +69,11 @@ class Recorder(TorchFunctionMode):
         groups: Groups,
         examples: list[Tensor],
         handlers: dict[Any, Handler],
-        activations: dict[Any, Handler],
         anything: Handler,
-        workspace: Workspace,
+        is_tight: bool = False,
     ) -> None:
         super().__init__()
-        self.workspace = workspace
-        self._activations = activations
+        self.is_tight = is_tight  # memory goes before time
         self._handlers = handlers
         self.anything = anything  # for functions that have no handler
         self.groups = groups
@@ -120,8 +117,6 @@ class Recorder(TorchFunctionMode):
                     uses = True
         if uses and torch.is_grad_enabled():
             result = self._record(func, args, kwargs or {}, follows)
-        elif follows and func in self._activations:
-            result = self._activations[func](self, *args, **kwargs or {})
         else:
             result = func(*args, **kwargs) if kwargs else func(*args)
         if follows:

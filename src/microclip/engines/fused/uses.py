@@ -17,8 +17,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from microclip import multitensor
+from microclip.engines.fused.allocator import LARGEST_TENSOR
 from microclip.engines.fused.groups import Groups, Shares, together
-from microclip.engines.fused.workspace import Workspace
 
 HALVING_PAYS = 128  # rows; the product of a matrix with itself is symmetric
 
@@ -41,23 +41,23 @@ class Use(ABC):
         """Return the squared norm of every micro-batch's gradient."""
 
     @abstractmethod
-    def add_to(self, total: Tensor | None, shares: Shares, workspace: Workspace) -> Tensor:
+    def add_to(self, total: Tensor | None, shares: Shares) -> Tensor:
         """Return total + sum_j share_j g_j, in place where there is a total."""
 
     @abstractmethod
-    def form(self, groups: Groups, workspace: Workspace) -> Tensor:
+    def form(self, groups: Groups) -> Tensor:
         """Return the gradients of all micro-batches, written out."""
 
-    def written_out(self, groups: Groups, workspace: Workspace) -> Use:
+    def written_out(self, groups: Groups) -> Use:
         """Return the same as gradients that are written out."""
-        return Formed(self.form(groups, workspace))
+        return Formed(self.form(groups))
 
     @abstractmethod
     def without(self, left_out: Shares) -> Use:
         """Blank what will be left out: a share of 0 would not do, since 0 x NaN is NaN."""
 
-    def kept(self, groups: Groups, workspace: Workspace) -> Use:
-        """Return the same in memory that does not get in the way of the backward pass."""
+    def kept(self, groups: Groups) -> Use:
+        """Return the same in the form that it is kept in."""
         return self
 
 
@@ -82,7 +82,7 @@ class Formed(Use):
         return multitensor.squared_norms(self.gradients)
 
     @override
-    def add_to(self, total: Tensor | None, shares: Shares, workspace: Workspace) -> Tensor:
+    def add_to(self, total: Tensor | None, shares: Shares) -> Tensor:
         lying = multitensor.as_it_lies(self.gradients)
         flat = _wide(lying.flatten(1))
         sum_ = (shares.as_(flat.dtype).of_microbatches @ flat).view(lying.shape[1:])
@@ -90,7 +90,7 @@ class Formed(Use):
         return sum_.contiguous() if total is None else total.view_as(sum_).add_(sum_)
 
     @override
-    def form(self, groups: Groups, workspace: Workspace) -> Tensor:
+    def form(self, groups: Groups) -> Tensor:
         return self.gradients
 
     @override
@@ -100,44 +100,45 @@ class Formed(Use):
 
 
 @dataclass(frozen=True)
-class Halves(Use):
-    """The same in two pieces, which find room where one would not."""
+class Pieces(Use):
+    """The same in pieces, each small enough for memory that is used again."""
 
-    first: Formed
-    second: Formed
+    parts: tuple[Formed, ...]
 
     @property
     @override
     def shape(self) -> tuple[int, ...]:
-        return self.first.shape
+        return self.parts[0].shape
 
     @property
     @override
     def nbytes(self) -> int:
-        return self.first.nbytes + self.second.nbytes
+        return sum(part.nbytes for part in self.parts)
 
     @override
     def squared_norms(self, groups: Groups) -> Tensor:
-        return torch.cat([half.squared_norms(groups) for half in (self.first, self.second)])
+        return torch.cat([part.squared_norms(groups) for part in self.parts])
 
     @override
-    def add_to(self, total: Tensor | None, shares: Shares, workspace: Workspace) -> Tensor:
-        first, second = self._of(shares)
-        return self.second.add_to(self.first.add_to(total, first, workspace), second, workspace)
+    def add_to(self, total: Tensor | None, shares: Shares) -> Tensor:
+        for part, each in zip(self.parts, self._of(shares), strict=True):
+            total = part.add_to(total, each)
+        assert total is not None
+        return total
 
     @override
-    def form(self, groups: Groups, workspace: Workspace) -> Tensor:
-        return torch.cat([self.first.gradients, self.second.gradients])
+    def form(self, groups: Groups) -> Tensor:
+        return torch.cat([part.gradients for part in self.parts])
 
     @override
-    def without(self, left_out: Shares) -> Halves:
-        first, second = self._of(left_out)
-        return Halves(self.first.without(first), self.second.without(second))
+    def without(self, left_out: Shares) -> Pieces:
+        shares = self._of(left_out)
+        return Pieces(tuple(part.without(s) for part, s in zip(self.parts, shares, strict=True)))
 
-    def _of(self, shares: Shares) -> tuple[Shares, Shares]:
+    def _of(self, shares: Shares) -> list[Shares]:
         """Return the shares of each; by micro-batch is all that they ask for."""
-        count, each = len(self.first.gradients), shares.of_microbatches
-        return Shares(each[:count], shares.of_examples), Shares(each[count:], shares.of_examples)
+        each = shares.of_microbatches.split([len(part.gradients) for part in self.parts])
+        return [Shares(of_microbatches, shares.of_examples) for of_microbatches in each]
 
 
 class Joined:
@@ -164,10 +165,10 @@ class Joined:
         """Blank micro-batches."""
         self._all = self._all.without(left_out)
 
-    def add_to(self, totals: dict[str, Tensor], shares: Shares, workspace: Workspace) -> None:
+    def add_to(self, totals: dict[str, Tensor], shares: Shares) -> None:
         """Add sum_j share_j g_j to the totals."""
         sizes = [math.prod(shape) for shape in self._shapes.values()]
-        parts = torch.split(self._all.add_to(None, shares, workspace), sizes)
+        parts = torch.split(self._all.add_to(None, shares), sizes)
         for (name, shape), part in zip(self._shapes.items(), parts, strict=True):
             part = part.view(shape)
             totals[name] = totals[name].add_(part) if name in totals else part.clone()
@@ -212,7 +213,7 @@ class Rows(Use):
         )
 
     @override
-    def add_to(self, total: Tensor | None, shares: Shares, workspace: Workspace) -> Tensor:
+    def add_to(self, total: Tensor | None, shares: Shares) -> Tensor:
         """The plain weight gradient, of weighted rows."""
         left, right = _wide(self.left), _wide(self.right)
         each = shares.as_(right.dtype).of_examples.view(-1, 1, 1)
@@ -224,27 +225,21 @@ class Rows(Use):
         return left @ right if total is None else torch.addmm(total, left, right, out=total)
 
     @override
-    def form(self, groups: Groups, workspace: Workspace) -> Tensor:
-        out = room_for(groups, self.shape, self.right, workspace)
+    def form(self, groups: Groups) -> Tensor:
+        out = room_for(groups, self.shape, self.right)
         self.form_into(groups, out)
         return out
 
     @override
-    def written_out(self, groups: Groups, workspace: Workspace) -> Use:
-        whole = len(groups) * math.prod(self.shape) * _wide(self.right[:0]).element_size()
-        alike = len(groups.blocks) == 1 and len(groups) > 1
-        if not alike or workspace.fits(whole) or not workspace.fits(whole // 2):
-            return Formed(self.form(groups, workspace))
+    def written_out(self, groups: Groups) -> Use:
+        each = math.prod(self.shape) * multitensor.accumulation_dtype(self.right).itemsize
+        at_once = max(1, LARGEST_TENSOR // max(1, each))
+        if len(groups) <= at_once or len(groups.blocks) > 1 or not multitensor.on_host(self.right):
+            return Formed(self.form(groups))
         (block,) = groups
-        middle = block.count // 2
-        left, right = (
-            block.rows_of(rows).tensor_split([middle]) for rows in (self.left, self.right)
-        )
-        first, second = (
-            Formed(Rows(b, a, False).form(Groups([1] * len(a)), workspace))
-            for a, b in zip(left, right, strict=True)
-        )
-        return Halves(first, second)
+        sides = (block.rows_of(rows).split(at_once) for rows in (self.left, self.right))
+        parts = [Rows(left, right, True) for left, right in zip(*sides, strict=True)]
+        return Pieces(tuple(Formed(part.form(Groups([1] * len(part.left)))) for part in parts))
 
     def form_into(self, groups: Groups, out: Tensor) -> None:
         """Write the gradients of all micro-batches out."""
@@ -259,9 +254,8 @@ class Rows(Use):
         return Rows(inputs, deltas, self.inputs_first)
 
     @override
-    def kept(self, groups: Groups, workspace: Workspace) -> Rows:
-        # inputs are activations, which stay where they are; deltas would be gone by now
-        return Rows(self.inputs.contiguous(), workspace.keep(self.deltas), self.inputs_first)
+    def kept(self, groups: Groups) -> Rows:
+        return Rows(self.inputs.contiguous(), self.deltas.contiguous(), self.inputs_first)
 
 
 @dataclass(frozen=True)
@@ -305,17 +299,17 @@ class Lines(Use):
         return squares.new_zeros(len(groups)).index_add_(0, owners, squares)
 
     @override
-    def add_to(self, total: Tensor | None, shares: Shares, workspace: Workspace) -> Tensor:
+    def add_to(self, total: Tensor | None, shares: Shares) -> Tensor:
         deltas = _wide(self.deltas)
         each = shares.as_(deltas.dtype).of_examples.view(-1, 1, 1)
-        deltas = torch.mul(deltas, each, out=workspace.empty(deltas.shape, deltas)).flatten(0, 1)
+        deltas = (deltas * each).flatten(0, 1)
         total = deltas.new_zeros(self.shape) if total is None else total
         return total.index_add_(0, self.indices.flatten(), deltas)
 
     @override
-    def form(self, groups: Groups, workspace: Workspace) -> Tensor:
+    def form(self, groups: Groups) -> Tensor:
         deltas = _wide(self.deltas)
-        out = room_for(groups, self.shape, deltas, workspace).zero_()
+        out = room_for(groups, self.shape, deltas).zero_()
         for block in groups:
             rows = block.rows_of(deltas)
             indices = block.rows_of(self.indices).unsqueeze(2).expand_as(rows)
@@ -327,14 +321,11 @@ class Lines(Use):
         deltas = self.deltas.masked_fill(left_out.of_examples.view(-1, 1, 1), 0.0)
         return Lines(self.indices, deltas, self.lines)
 
-    @override
-    def kept(self, groups: Groups, workspace: Workspace) -> Lines:
-        return Lines(self.indices, workspace.keep(self.deltas), self.lines)
 
-
-def room_for(groups: Groups, shape: tuple[int, ...], like: Tensor, workspace: Workspace) -> Tensor:
+def room_for(groups: Groups, shape: tuple[int, ...], like: Tensor) -> Tensor:
     """Return memory for one gradient per micro-batch, in a precision to add up in."""
-    return workspace.empty((len(groups), *shape), _wide(like[:0]))
+    dtype = multitensor.accumulation_dtype(like)
+    return torch.empty((len(groups), *shape), dtype=dtype, device=like.device)
 
 
 def inner_products(one: Rows | Lines, other: Rows | Lines, groups: Groups) -> Tensor:
@@ -410,13 +401,13 @@ def sum_of(tensors: list[Tensor]) -> Tensor:
     return total
 
 
-def squared_norms(uses: list[Use], groups: Groups, workspace: Workspace) -> Tensor:
+def squared_norms(uses: list[Use], groups: Groups) -> Tensor:
     """Return the squared norms of a parameter's gradients over all uses, with cross terms."""
     if len(uses) == 1:
         return uses[0].squared_norms(groups)
     paired = [use for use in uses if isinstance(use, Rows | Lines)]
     if len(paired) < len(uses):
-        total = sum_of([use.form(groups, workspace) for use in uses])
+        total = sum_of([use.form(groups) for use in uses])
         return multitensor.squared_norms(total)
     norms = sum_of([use.squared_norms(groups) for use in paired])
     for i, one in enumerate(paired):
