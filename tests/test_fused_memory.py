@@ -86,7 +86,7 @@ class TestAllocator:
     """Asked in a process of its own: what is set holds for all of a process's life."""
 
     PROGRAM = """
-import resource, sys, torch
+import resource, torch
 from microclip.engines.fused.allocator import hold_on_to_freed_memory
 
 def faults():
@@ -95,14 +95,13 @@ def faults():
     del tensors
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
-if sys.argv[1] == "hold":
-    hold_on_to_freed_memory()
+hold_on_to_freed_memory()
 faults(), faults()
 print(faults())
 """
 
-    def faults(self, what, **environment):
-        program = [sys.executable, "-c", self.PROGRAM, what]
+    def faults(self, **environment):
+        program = [sys.executable, "-c", self.PROGRAM]
         known = {name: value for name, value in os.environ.items() if "MALLOC" not in name}
         answer = subprocess.run(
             program, env=known | environment, capture_output=True, text=True, check=True
@@ -110,13 +109,9 @@ print(faults())
         return int(answer.stdout)
 
     @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="It is glibc that is asked.")
-    def test_freed_memory_is_used_again(self):
-        assert self.faults("hold") < 4_000
-        assert self.faults("nothing") > 20_000
-
-    @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="It is glibc that is asked.")
-    def test_settings_of_a_user_are_left_alone(self):
-        assert self.faults("hold", MALLOC_TRIM_THRESHOLD_="131072") > 20_000
+    def test_freed_memory_is_used_again_unless_a_user_wants_it_otherwise(self):
+        assert self.faults() < 4_000
+        assert self.faults(MALLOC_TRIM_THRESHOLD_="131072") > 20_000
 
 
 class TestBudget:

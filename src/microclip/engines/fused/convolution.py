@@ -354,7 +354,11 @@ def convolution(dimensions: int) -> Handler:
                 recorder.on_use(w, Formed(geometry.weight_gradients(d, x, recorder.groups)))
 
         held = None if bias is None else bias.detach()
-        result = apply(_Convolution, recorder.anchor, input, weight.detach(), held, geometry, note)
+        kept_out = weight.detach()
+        if recorder.can_tap(input) and not recorder.is_tight:
+            result = recorder.tap(geometry.forward(input, kept_out, held), note, input)
+        else:
+            result = apply(_Convolution, recorder.anchor, input, kept_out, held, geometry, note)
         if w is not None and groups == 1:
             recorder.weights[w] = geometry.as_weight(input, result)
         return result

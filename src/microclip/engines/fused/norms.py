@@ -77,6 +77,9 @@ def layer_norm(
             recorder.on_use(w, Formed(recorder.groups.sum(each)))
 
     held = [None if tensor is None else tensor.detach() for tensor in (weight, bias)]
+    if recorder.can_tap(input):
+        out, mean, rstd = torch.native_layer_norm(input, list(normalized_shape), *held, eps)
+        return recorder.tap(out, note, input, mean.detach(), rstd.detach())
     return apply(_LayerNorm, recorder.anchor, input, list(normalized_shape), *held, eps, note)
 
 
