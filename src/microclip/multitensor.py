@@ -78,11 +78,12 @@ def squared_norms(tensors: Tensor) -> Tensor:
     flat = flat.to(accumulation_dtype(flat))
     wide = widest(tensors.device)
     end = flat.shape[1] % BLOCK
-    total = flat[:, flat.shape[1] - end :].square().sum(1, dtype=wide)
-    if flat.shape[1] > end:
-        rows = flat[:, : flat.shape[1] - end].reshape(len(flat), -1, BLOCK)
-        total = total + torch.linalg.vector_norm(rows, dim=2).to(wide).square().sum(1)
-    return total
+    whole = flat.shape[1] - end
+    if not whole:
+        return flat.square().sum(1, dtype=wide)
+    rows = (flat[:, :whole] if end else flat).reshape(len(flat), -1, BLOCK)
+    total = torch.linalg.vector_norm(rows, dim=2).to(wide).square().sum(1)
+    return total + flat[:, whole:].square().sum(1, dtype=wide) if end else total
 
 
 def as_it_lies(tensors: Tensor) -> Tensor:

@@ -8,13 +8,12 @@ gradient does, but p q numbers for each micro-batch, which are written and read 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from microclip.engines.fused.groups import Groups
 
 
-@dataclass(frozen=True)
-class Weight:
+class Weight(NamedTuple):
     """A weight that multiplied rows, as the forward pass saw it."""
 
     rows: int  # of an example
