@@ -6,6 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from microclip import Clipper
+from microclip.engines.base import CannotFuseError
 from microclip.engines.fused import convolution
 from microclip.engines.fused.convolution import Geometry, Patches
 from microclip.engines.fused.groups import Groups
@@ -159,6 +160,19 @@ class TestLayers:
         assert_equals_twin(
             model, lambda x: model(x).square().mean((1, 2)), torch.randn(5, 2, 9).double()
         )
+
+    @pytest.mark.parametrize("layer", ["linear", "conv", "norm"])
+    def test_hooks_and_changes_in_place_behind_a_layer(self, layer):
+        """Gradients are those that the hooks leave, and outputs belong to whoever gets them."""
+        layers = {"linear": nn.Linear(6, 6), "conv": nn.Conv1d(4, 4, 3), "norm": nn.LayerNorm(6)}
+        model = nn.Sequential(nn.Linear(5, 6), layers[layer], nn.ReLU(inplace=True)).double()
+
+        def loss_fn(x):
+            hidden = model[1](model[0](x))
+            hidden.register_hook(lambda gradient: gradient * torch.arange(gradient.shape[-1]))
+            return model[2](hidden).square().mean((1, 2))
+
+        assert_equals_twin(model, loss_fn, torch.randn(6, 4, 5).double())
 
     def test_embedding_with_padding(self):
         model = nn.Sequential(nn.Embedding(5, 3, padding_idx=1), nn.Linear(3, 2)).double()
@@ -329,6 +343,18 @@ class TestRefusals:
         model = nn.Linear(3, 2)
         getattr(model.weight, register)(lambda _: None)
         self.refused(model, lambda x: model(x).mean(1), torch.randn(4, 3), "'weight' has a hook")
+
+    def test_losses_made_of_gradients(self):
+        """As a penalty on them is."""
+        model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+
+        def loss_fn(x):
+            x = x.requires_grad_()
+            (slopes,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+            return slopes.square().sum(1)
+
+        with pytest.raises(CannotFuseError, match="differentiated twice"):
+            Clipper(model, 2, engine="fused").backward(loss_fn, torch.randn(6, 3))
 
     def test_sparse_embeddings(self):
         model = nn.Embedding(4, 2, sparse=True)

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from microclip import Clipper, rules
+from microclip.engines.fused import uses
 from microclip.engines.fused.groups import Groups
 from microclip.engines.fused.plan import Weight, to_write_out
-from microclip.engines.fused import uses
 from microclip.engines.fused.uses import Formed, Pieces, Rows
 
 import properties

@@ -79,9 +79,10 @@ class Cuts(Sequence[Microbatch]):
     def __getitem__(self, index: slice) -> Cuts: ...
 
     def __getitem__(self, index: int | slice) -> Microbatch | Cuts:
-        chosen = self._positions[index], self.domains[index], self.ids[index]
-        made = Cuts if isinstance(index, slice) else Microbatch
-        return made(self._batch, *chosen)
+        batch, positions, domains, ids = self._batch, self._positions, self.domains, self.ids
+        if isinstance(index, slice):
+            return Cuts(batch, positions[index], domains[index], ids[index])
+        return Microbatch(batch, positions[index], domains[index], ids[index])
 
     @cached_property
     def examples(self) -> int:

@@ -82,7 +82,7 @@ def squared_norms(tensors: Tensor) -> Tensor:
     if not whole:
         return flat.square().sum(1, dtype=wide)
     rows = (flat[:, :whole] if end else flat).reshape(len(flat), -1, BLOCK)
-    total = torch.linalg.vector_norm(rows, dim=2).to(wide).square().sum(1)
+    total: Tensor = torch.linalg.vector_norm(rows, dim=2).to(wide).square().sum(1)
     return total + flat[:, whole:].square().sum(1, dtype=wide) if end else total
 
 

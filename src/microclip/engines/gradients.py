@@ -27,7 +27,7 @@ def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
 def modules_of(model: nn.Module) -> list[nn.Module]:
     """Return all modules, in no order: `model.modules()` takes several times as long."""
     found: dict[int, nn.Module] = {}
-    waiting = [model]
+    waiting: list[nn.Module | None] = [model]
     while waiting:
         module = waiting.pop()
         if module is not None and id(module) not in found:

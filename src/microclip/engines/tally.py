@@ -80,9 +80,7 @@ class Tally:
         found = _Found(norm.view(1), None if loss is None else loss.view(1), each)
         self._record([microbatch.size], [microbatch.domain], [microbatch.ids], found)
 
-    def extend(
-        self, cuts: Cuts, norms: Tensor, losses: Tensor | None, each: Tensor | None
-    ) -> None:
+    def extend(self, cuts: Cuts, norms: Tensor, losses: Tensor | None, each: Tensor | None) -> None:
         """Record several micro-batches at once."""
         self._record(cuts.sizes, cuts.domains, cuts.ids, _Found(norms, losses, each))
 

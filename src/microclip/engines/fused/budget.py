@@ -61,9 +61,7 @@ class Budget:
         return max(1, min(len(cuts), int(self._room(parameters) / need)))
 
     @contextmanager
-    def learning(
-        self, cuts: Cuts, parameters: dict[str, nn.Parameter]
-    ) -> Iterator[Meter | None]:
+    def learning(self, cuts: Cuts, parameters: dict[str, nn.Parameter]) -> Iterator[Meter | None]:
         """Measure what goes on inside the block, if batches like this one are new.
 
         A few examples tell less than many: what all of them share counts for each.

@@ -131,15 +131,16 @@ class Geometry:
         return x.reshape(len(x), self.inputs, -1).mT
 
     def is_better_by_place(self, d: Tensor) -> bool:
-        """Whether there are more channels to lie side by side than places, given what comes back."""
+        """Whether more channels than places would lie side by side, given what comes back."""
         return self.shape[1] >= 2 * d.shape[-1]
 
     def weights(self, products: Tensor, by_place: bool) -> Tensor:
         """Return (..., outputs, inputs) as weights (..., *shape), whose order may be another."""
         if not by_place:
-            return products.unflatten(-1, self.shape[1:])
+            return torch.unflatten(products, -1, self.shape[1:])
         offsets = self.shape[2:]
-        return products.unflatten(-1, (*offsets, self.shape[1])).movedim(-1, -1 - len(offsets))
+        found = torch.unflatten(products, -1, (*offsets, self.shape[1]))
+        return found.movedim(-1, -1 - len(offsets))
 
     @property
     def _none(self) -> tuple[int, ...]:

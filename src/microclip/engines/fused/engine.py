@@ -49,9 +49,7 @@ class Fused(Engine):
             else:
                 self._settle(uses, norms, chunk)
 
-    def _visit(
-        self, loss_fn: LossFn, microbatches: Cuts, is_tight: bool
-    ) -> tuple[_Uses, Tensor]:
+    def _visit(self, loss_fn: LossFn, microbatches: Cuts, is_tight: bool) -> tuple[_Uses, Tensor]:
         """One forward and one backward pass."""
         groups = Groups(microbatches.sizes)
         batch = microbatches.whole
@@ -101,7 +99,7 @@ class Fused(Engine):
     def finish(self) -> Gradients:
         """Add up what is now known to be each gradient's share."""
         if not self._held:
-                return self._sums.finish()
+            return self._sums.finish()
         rows = self.tally.leave_out()
         coefficients = self.tally.coefficients()
         left_out = torch.zeros_like(coefficients, dtype=torch.bool)

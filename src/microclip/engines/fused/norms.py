@@ -76,11 +76,12 @@ def layer_norm(
             each = torch.bmm(scales, products).view(-1, *normalized_shape)
             recorder.on_use(w, Formed(recorder.groups.sum(each)))
 
-    held = [None if tensor is None else tensor.detach() for tensor in (weight, bias)]
+    scale, shift = (None if tensor is None else tensor.detach() for tensor in (weight, bias))
+    shape = list(normalized_shape)
     if recorder.can_tap(input):
-        out, mean, rstd = torch.native_layer_norm(input, list(normalized_shape), *held, eps)
+        out, mean, rstd = torch.native_layer_norm(input, shape, scale, shift, eps)
         return recorder.tap(out, note, input, mean.detach(), rstd.detach())
-    return apply(_LayerNorm, recorder.anchor, input, list(normalized_shape), *held, eps, note)
+    return apply(_LayerNorm, recorder.anchor, input, shape, scale, shift, eps, note)
 
 
 class _GroupNorm(torch.autograd.Function):

@@ -232,6 +232,11 @@ class Recorder(TorchFunctionMode):
             meter[0](inputs[0])
 
         def take(gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            if not held:
+                raise CannotFuseError(
+                    "The single-pass engine cannot follow losses that are made of gradients: "
+                    "what they are made of is differentiated twice."
+                )
             if meter:
                 meter[1](held[0])
             d = gradients[0].contiguous()  # once for all that is done with it
@@ -239,8 +244,10 @@ class Recorder(TorchFunctionMode):
             held.clear()  # the graph lives on until the step ends
             return d, *gradients[1:]
 
-        assert output.grad_fn is not None
-        output.grad_fn.register_prehook(take)
+        # a view's own place in the graph would be gone once somebody changes it in place
+        node = output._base.grad_fn if output._is_view() else output.grad_fn  # type: ignore[union-attr]
+        assert node is not None
+        node.register_prehook(take)
         return output
 
     def let_go(self) -> None:

@@ -137,7 +137,7 @@ class Pieces(Use):
 
     def _of(self, shares: Shares) -> list[Shares]:
         """Return the shares of each; by micro-batch is all that they ask for."""
-        each = shares.of_microbatches.split([len(part.gradients) for part in self.parts])
+        each = torch.split(shares.of_microbatches, [len(part.gradients) for part in self.parts])
         return [Shares(of_microbatches, shares.of_examples) for of_microbatches in each]
 
 
@@ -237,7 +237,7 @@ class Rows(Use):
         if len(groups) <= at_once or len(groups.blocks) > 1 or not multitensor.on_host(self.right):
             return Formed(self.form(groups))
         (block,) = groups
-        sides = (block.rows_of(rows).split(at_once) for rows in (self.left, self.right))
+        sides = (torch.split(block.rows_of(rows), at_once) for rows in (self.left, self.right))
         parts = [Rows(left, right, True) for left, right in zip(*sides, strict=True)]
         return Pieces(tuple(Formed(part.form(Groups([1] * len(part.left)))) for part in parts))
 
