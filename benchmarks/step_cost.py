@@ -6,10 +6,12 @@
 `accumulate` is plain gradient accumulation with the same b: what a loop over micro-batches costs
 without any clipping. `tight` is the single pass with a memory budget of 1.2 times the peak of a
 plain step. For b = 1 per-sample gradients by other means follow: torch.func, and Opacus (`pip
-install opacus`) with its hooks and with ghost clipping. Times are ratios to the plain step within
-one round of an interleaved run, median with quartiles; memory is the ratio of the peaks of live
-tensors. After `auto` stands what it chose, and the median of its
-ratio to the best engine of the row. What no question hangs on takes part in every third round.
+install opacus`) with its hooks and with ghost clipping. `untouched` is a plain step in a process
+that has not heard of microclip: single passes make the plain steps of their own process faster, too
+(see `untouched.py`), and these are what all ratios are taken to. Times are ratios to the plain step
+within one round of an interleaved run, median with quartiles; memory is the ratio of the peaks of
+live tensors. After `fused` stands its ratio to the untouched step, after `auto` what it chose and
+its ratio to the best engine of the row. What no question hangs on takes part in every third round.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from functools import partial
 import torch
 
 from microclip import Clipper
+from untouched import Untouched
 
 import per_sample
 from measure import Step, interleaved, peak_memory, ratio
@@ -28,7 +31,14 @@ from models import TASKS, Task
 
 COLUMNS = ("accumulate", "stream", "two_pass", "fused", "tight", "auto")
 CANDIDATES = ("stream", "two_pass", "fused")  # of which `auto` is to find the best
-OFTEN = ("plain", "stream", "fused", "tight", "auto")  # the others are run in every third round
+OFTEN = (
+    "plain",
+    "untouched",
+    "stream",
+    "fused",
+    "tight",
+    "auto",
+)  # the others are run in every third round
 ALLOWANCE = 1.2  # of a plain step's memory, for the tight budget
 
 
@@ -64,9 +74,9 @@ def error(task: Task, step: Step, wanted: list[torch.Tensor]) -> float:
     return float((sum(squares) / sum(w.square().sum() for w in wanted)) ** 0.5)
 
 
-def row(task: Task, b: int, rounds: int) -> None:
+def row(task: Task, b: int, rounds: int, untouched: Step) -> None:
     """Measure all columns for one micro-batch size, and print them."""
-    steps: dict[str, Step] = {"plain": partial(plain, task)}
+    steps: dict[str, Step] = {"plain": partial(plain, task), "untouched": untouched}
     steps["plain"]()
     limit = int(ALLOWANCE * peak(task, steps["plain"]))
     clippers = {
@@ -84,16 +94,18 @@ def row(task: Task, b: int, rounds: int) -> None:
     for name, step in steps.items():
         if name != "plain":
             middle, low, high = ratio(seconds, name, "plain")
-            memory = peak(task, step) / base
+            memory = "" if name == "untouched" else f"{peak(task, step) / base:8.2f}x"
             note = ""
+            if name == "fused":
+                note = f"  ({ratio(seconds, name, 'untouched')[0]:.2f} of untouched)"
             if name == "auto":
-                to_best = ratio(seconds, "auto", best)[0]
+                to_best = ratio(seconds, name, best)[0]
                 note = f"  ({clippers[name].outcome.engine}; {to_best:.2f} of {best}, the best)"
-            print(f"{b:>4}  {name:12}{middle:6.2f} ({low:.2f}-{high:.2f}){memory:8.2f}x{note}")
+            print(f"{b:>4}  {name:12}{middle:6.2f} ({low:.2f}-{high:.2f}){memory}{note}")
     if b == 1:
         clip(task, clippers["stream"])
         wanted = [parameter.grad for parameter in task.model.parameters()]
-        clipped = steps.keys() - {"plain", "accumulate"}
+        clipped = steps.keys() - {"plain", "untouched", "accumulate"}
         largest = max(error(task, steps[name], wanted) for name in clipped)
         print(f"      largest difference between the clipped gradients: {largest:.0e}", flush=True)
 
@@ -116,8 +128,9 @@ def main() -> None:
         torch.manual_seed(0)
         task = TASKS[name](options.batch_size)
         print(f"\n{name}: {TASKS[name].__doc__} {task.buffer / 4e6:.2f}M parameters")
-        for b in options.sizes:
-            row(task, b, options.rounds)
+        with Untouched(name, options.batch_size) as untouched:
+            for b in options.sizes:
+                row(task, b, options.rounds, untouched.step)
 
 
 if __name__ == "__main__":
