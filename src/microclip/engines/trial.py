@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from statistics import median
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +25,7 @@ from microclip.engines.two_pass import TwoPass, copies_of_buffers, put_back
 from microclip.microbatches import Cuts
 
 NOT_FINITE = "The first gradients are not finite, so nothing could be compared yet."
-ROUNDS = 3  # of which the first warms up and the fastest other one counts
+ROUNDS = 3  # of which the first warms up and the others count
 MORE_ROUNDS = 6  # while it is a close race,
 CLOSE = 1.3  # one being at most so much faster,
 PATIENCE = 20.0  # and for so many seconds
@@ -92,6 +93,7 @@ def _compare(
     autocast: _AutocastWatch,
 ) -> EngineReport:
     seconds: dict[str, float] = {}
+    rounds: list[tuple[float, float]] = []
     start = time.perf_counter()
     for turn in range(ROUNDS + MORE_ROUNDS):
         if turn >= ROUNDS and (
@@ -109,8 +111,11 @@ def _compare(
         still = RandomState.now(devices).equals(before)
         trusted, several = run(fallback)
         if turn:
-            seconds["fused"] = min(single, seconds.get("fused", math.inf))
-            seconds[fallback.name] = min(several, seconds.get(fallback.name, math.inf))
+            rounds.append((single, several))
+            # within a round both were as much disturbed by whatever else goes on
+            typical = median(several for _, several in rounds)
+            ratio = median(single / several for single, several in rounds)
+            seconds = {"fused": typical * ratio, fallback.name: typical}
     error, suspect = _difference(fused, trusted)
     if not math.isfinite(error):
         return EngineReport(fallback.name, NOT_FINITE)

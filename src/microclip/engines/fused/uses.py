@@ -286,12 +286,15 @@ class Lines(Use):
         """Add up the rows that meet in one line of one micro-batch, without making its table."""
         microbatch = groups.per_example(torch.arange(len(groups), device=self.indices.device))
         keys = (microbatch.unsqueeze(1) * self.lines + self.indices).flatten()
-        order = keys.argsort()
-        ordered = keys[order]
+        ordered, order = keys.sort()
+        deltas = _wide(self.deltas)
+        if multitensor.on_host(keys) and not (ordered[1:] == ordered[:-1]).any():
+            # none meet, as positions never do
+            return together([multitensor.squared_norms(block.rows_of(deltas)) for block in groups])
         # lines are numbered in the order of their keys, so that nothing is read on the host
         numbers = torch.zeros_like(keys)
         numbers[1:] = (ordered[1:] != ordered[:-1]).cumsum(0)
-        deltas = _wide(self.deltas).flatten(0, 1)
+        deltas = deltas.flatten(0, 1)
         number_of = torch.empty_like(keys).scatter_(0, order, numbers)
         sums = torch.zeros_like(deltas).index_add_(0, number_of, deltas)
         squares = multitensor.squared_norms(sums)
