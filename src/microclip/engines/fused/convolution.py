@@ -224,7 +224,7 @@ class Patches(Use):
                     rows = Rows(patches, deltas, inputs_first)
                     yield Part(block.first_microbatch + start, Groups([1] * len(deltas)), rows)
 
-        return CutPatches(parts(), self.geometry, by_place, inputs_first, self.x)
+        return CutPatches(parts(), self.geometry, by_place, inputs_first, self.x.new_empty(0))
 
 
 @dataclass(frozen=True)
@@ -248,7 +248,7 @@ class CutPatches(Use):
     geometry: Geometry
     by_place: bool
     inputs_first: bool
-    x: Tensor  # what they are cut from
+    like: Tensor  # empty, of their kind
 
     @property
     @override
@@ -267,7 +267,7 @@ class CutPatches(Use):
     @override
     def form(self, groups: Groups) -> Tensor:
         sides = (self.shape[0], self.geometry.inputs)
-        out = room_for(groups, sides[::-1] if self.inputs_first else sides, self.x)
+        out = room_for(groups, sides[::-1] if self.inputs_first else sides, self.like)
         for part in self.parts:
             part.rows.form_into(part.groups, part.of(out))
         return self._weights(out)
