@@ -224,7 +224,8 @@ class _Uses:
             so_far = None if found is None else found.view(use.shape)
             found = use.add_to(so_far, shares)
         assert found is not None
-        found = found.view(parameter.shape)
+        if found.shape != parameter.shape:
+            found = found.view(parameter.shape)
         return torch.view_as_real(found) if found.is_complex() else found
 
 

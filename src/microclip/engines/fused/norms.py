@@ -71,10 +71,10 @@ def layer_norm(
         if b is not None:
             recorder.on_use(b, recorder.formed(arrange(d).reshape(rows)))
         if w is not None:
-            products = arrange((x - mean).mul_(d)).reshape(rows).flatten(2)
-            scales = arrange(rstd).reshape(*rows[:2]).unsqueeze(1).to(products.dtype)
-            each = torch.bmm(scales, products).view(-1, *normalized_shape)
-            recorder.on_use(w, Formed(recorder.groups.sum(each)))
+            products = arrange((x - mean).mul_(d)).reshape(*rows[:2], math.prod(normalized_shape))
+            scales = arrange(rstd).reshape(rows[0], 1, -1).to(products.dtype)
+            each = recorder.groups.sum(torch.bmm(scales, products))
+            recorder.on_use(w, Formed(each.view(-1, *normalized_shape)))
 
     scale, shift = (None if tensor is None else tensor.detach() for tensor in (weight, bias))
     shape = list(normalized_shape)

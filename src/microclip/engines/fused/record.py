@@ -213,7 +213,10 @@ class Recorder(TorchFunctionMode):
 
     def rows(self, tensor: Tensor) -> Tensor:
         """Return a tensor with the examples along the first dimension as (examples, n, width)."""
-        return tensor.reshape(self.groups.examples, -1, tensor.shape[-1])
+        examples = self.groups.examples
+        if tensor.dim() == 3 and tensor.shape[0] == examples:
+            return tensor
+        return tensor.reshape(examples, -1, tensor.shape[-1])
 
     def can_tap(self, x: Tensor) -> bool:
         """Whether a function of x can be left to autograd, parameters kept out, and tapped.
@@ -231,7 +234,7 @@ class Recorder(TorchFunctionMode):
         if meter:
             meter[0](inputs[0])
 
-        def take(gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        def take(gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
             if not held:
                 raise CannotFuseError(
                     "The single-pass engine cannot follow losses that are made of gradients: "
@@ -242,7 +245,7 @@ class Recorder(TorchFunctionMode):
             d = gradients[0].contiguous()  # once for all that is done with it
             note(*held, d)
             held.clear()  # the graph lives on until the step ends
-            return d, *gradients[1:]
+            return None if d is gradients[0] else (d, *gradients[1:])
 
         # a view's own place in the graph would be gone once somebody changes it in place
         node = output._base.grad_fn if output._is_view() else output.grad_fn  # type: ignore[union-attr]

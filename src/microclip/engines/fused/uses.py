@@ -20,7 +20,7 @@ from microclip import multitensor
 from microclip.engines.fused.allocator import LARGEST_TENSOR
 from microclip.engines.fused.groups import Groups, Shares, together
 
-HALVING_PAYS = 128  # rows; the product of a matrix with itself is symmetric
+HALVING_PAYS = 64  # rows; the product of a matrix with itself is symmetric
 
 
 class Use(ABC):
@@ -170,7 +170,8 @@ class Joined:
         sizes = [math.prod(shape) for shape in self._shapes.values()]
         parts = torch.split(self._all.add_to(None, shares), sizes)
         for (name, shape), part in zip(self._shapes.items(), parts, strict=True):
-            part = part.view(shape)
+            if len(shape) != 1:
+                part = part.view(shape)
             totals[name] = totals[name].add_(part) if name in totals else part.clone()
 
 
@@ -255,7 +256,10 @@ class Rows(Use):
 
     @override
     def kept(self, groups: Groups) -> Rows:
-        return Rows(self.inputs.contiguous(), self.deltas.contiguous(), self.inputs_first)
+        inputs, deltas = self.inputs.contiguous(), self.deltas.contiguous()
+        if inputs is self.inputs and deltas is self.deltas:
+            return self
+        return Rows(inputs, deltas, self.inputs_first)
 
 
 @dataclass(frozen=True)
@@ -371,19 +375,12 @@ def _own_pairs(left: Tensor, right: Tensor) -> Tensor:
     """Return sum_rs (left_r . left_s)(right_r . right_s) for every micro-batch."""
     rows = left.shape[1]
     if rows < HALVING_PAYS:
-        return _pairs(left, left, right, right)
+        return _sum_of_products(torch.bmm(left, left.mT), torch.bmm(right, right.mT))
     half = rows // 2
-    first, second = (left[:, :half], right[:, :half]), (left[:, half:], right[:, half:])
-    across = 2 * _pairs(first[0], second[0], first[1], second[1])
-    if rows % 2 or not (left.is_contiguous() and right.is_contiguous()):
-        return across + _own_pairs(*first) + _own_pairs(*second)
-    halves = _own_pairs(left.view(-1, half, left.shape[2]), right.view(-1, half, right.shape[2]))
-    return across + halves.view(-1, 2).sum(1)
-
-
-def _pairs(a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> Tensor:
-    """Return sum_rs (a_r . b_s)(c_r . d_s) for every micro-batch."""
-    return _sum_of_products(torch.bmm(a, b.mT), torch.bmm(c, d.mT))
+    lefts, rights = (torch.bmm(side, side[:, :half].mT) for side in (left, right))
+    of_first = _sum_of_products(lefts, rights)
+    twice = lefts[:, half:].sum((1, 2))  # the second half's with the first, which were overwritten
+    return of_first + twice + _own_pairs(left[:, half:], right[:, half:])
 
 
 def _sum_of_products(one: Tensor, other: Tensor) -> Tensor:
