@@ -78,9 +78,9 @@ class TestAlgebra:
         self.check([first])
         self.check([first, second])
 
-    @pytest.mark.parametrize("n", [1, 31, 64, 65])
+    @pytest.mark.parametrize("n", [1, 31, 32, 65, 410])
     def test_any_number_of_rows(self, n):
-        """Long rows are multiplied in halves."""
+        """Many rows are multiplied in halves, and very many added up the other way round."""
         self.check([self.rows(n=n)])
 
     def check(self, uses):
@@ -96,6 +96,7 @@ class TestAlgebra:
             for use in given:
                 total = use.add_to(total, self.groups.shares(coefficients))
             torch.testing.assert_close(total.view_as(wanted), wanted)
+            assert total.is_contiguous()
             rest = sum_of([use.without(left_out).form(self.groups) for use in given])
             torch.testing.assert_close(rest[[0, 2]], formed[[0, 2]])
             assert not rest[1].any()
