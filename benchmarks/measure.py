@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import random
 import statistics
 import time
 from collections.abc import Callable, Collection, Iterator
@@ -20,14 +21,13 @@ def interleaved(
 ) -> dict[str, list[float]]:
     """Return the seconds that each step took in each round; a round runs each of them once.
 
-    The order turns by one every round, so that nobody always runs after the same neighbour. Those
-    that are `seldom` run take part in every third round only, and have NaN for the others.
+    The order is drawn anew every round, since a step takes longer after some neighbours than after
+    others. Those that are `seldom` run take part in every third round only, and have NaN elsewhere.
     """
-    names = list(steps)
+    names, chance = list(steps), random.Random(0)
     seconds: dict[str, list[float]] = {name: [] for name in names}
     for turn in range(warmup + rounds):
-        shift = turn % len(names)
-        for name in names[shift:] + names[:shift]:
+        for name in chance.sample(names, len(names)):
             if name in seldom and turn >= warmup and (turn - warmup) % 3:
                 seconds[name].append(math.nan)
                 continue
