@@ -1,5 +1,5 @@
-# Each target sets up what it needs in .venv, once; a changed pyproject.toml or constraints.txt
-# sets it up again. PYTHON=python3.12 make test chooses another interpreter.
+# Each target sets up what it needs in .venv, once; a changed pyproject.toml, constraints.txt or
+# C source sets it up again. PYTHON=python3.12 make test chooses another interpreter.
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -43,7 +43,7 @@ docs: .venv/.dev ## build the documentation into docs/_build
 clean: ## remove what the targets made
 	rm -rf .venv docs/_build demo-output
 
-.venv/.base: constraints.txt pyproject.toml
+.venv/.base: constraints.txt pyproject.toml hatch_build.py $(wildcard src/microclip/engines/fused/*.c)
 	@$(PYTHON) -c 'import sys; v = "%d.%d" % sys.version_info[:2]; sys.exit(0 if sys.version_info >= (3, 11) else "microclip needs Python 3.11 or newer, but $(PYTHON) is " + v + ". Try: make PYTHON=python3.12")'
 	$(PYTHON) -m venv .venv
 	$(PIP) hatchling editables

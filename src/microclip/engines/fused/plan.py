@@ -12,6 +12,10 @@ from typing import NamedTuple
 
 from microclip.engines.fused.groups import Groups
 
+# products that take as long as writing a number and reading it again
+WRITING = 30
+WRITING_BESIDE_HALVES = 70  # where no pair of rows is multiplied twice
+
 
 class Weight(NamedTuple):
     """A weight that multiplied rows, as the forward pass saw it."""
@@ -21,7 +25,7 @@ class Weight(NamedTuple):
     q: int
     itemsize: int  # of a written number
     kept: int  # bytes, if its rows are kept
-    worth: int = 30  # products that take as long as writing a number and reading it again
+    worth: int = WRITING
 
     def written(self, groups: Groups) -> int:
         """Return the bytes of its gradients."""

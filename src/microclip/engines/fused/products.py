@@ -11,7 +11,8 @@ from torch.nn import functional as F
 
 from microclip import multitensor
 from microclip.engines.base import CannotFuseError
-from microclip.engines.fused.plan import Weight
+from microclip.engines.fused import symmetric
+from microclip.engines.fused.plan import WRITING, WRITING_BESIDE_HALVES, Weight
 from microclip.engines.fused.record import (
     Handler,
     Recorder,
@@ -86,9 +87,11 @@ def _product(
     recorder.expect(w, b)
     if w is not None:
         p, q = weight.shape if transposed else weight.shape[::-1]
-        rows, written = math.prod(x.shape[:-1]), multitensor.accumulation_dtype(x).itemsize
-        kept = rows * q * x.element_size()
-        recorder.weights[w] = Weight(rows // recorder.groups.examples, p, q, written, kept)
+        rows, added_up = math.prod(x.shape[:-1]), multitensor.accumulation_dtype(x)
+        kept, each = rows * q * x.element_size(), rows // recorder.groups.examples
+        halved = symmetric.serves(each * recorder.groups.largest, added_up, x.device)
+        worth = WRITING_BESIDE_HALVES if halved else WRITING
+        recorder.weights[w] = Weight(each, p, q, added_up.itemsize, kept, worth)
     arrange = recorder.arrangement
 
     def note(x: Tensor, d: Tensor) -> None:

@@ -17,10 +17,10 @@ from torch import Tensor
 from typing_extensions import override
 
 from microclip import multitensor
+from microclip.engines.fused import symmetric
 from microclip.engines.fused.allocator import LARGEST_TENSOR
 from microclip.engines.fused.groups import Groups, Shares, together
 
-TURNING_PAYS = 2048  # rows; products are faster if the wider side makes the first dimension
 HALVING_PAYS = 64  # rows; the product of a matrix with itself is symmetric
 
 
@@ -226,8 +226,6 @@ class Rows(Use):
         left, right = _matrix(left), _matrix(right)
         if total is not None:
             return torch.addmm(total, left.mT, right, out=total)
-        if left.shape[1] < right.shape[1] and len(left) >= TURNING_PAYS:
-            return (right.mT @ left).mT.contiguous()
         return left.mT @ right
 
     @override
@@ -378,6 +376,8 @@ def _entries(rows: Tensor, indices: Tensor) -> Tensor:
 
 def _own_pairs(left: Tensor, right: Tensor) -> Tensor:
     """Return sum_rs (left_r . left_s)(right_r . right_s) for every micro-batch."""
+    if symmetric.takes(left, right):
+        return symmetric.pairs(left, right)
     rows = left.shape[1]
     if rows < HALVING_PAYS:
         return _sum_of_products(torch.bmm(left, left.mT), torch.bmm(right, right.mT))

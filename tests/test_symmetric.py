@@ -1,0 +1,218 @@
+"""The products of all pairs of rows: the library in C, torch's way without it, and its making."""
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from microclip import Clipper
+from microclip.engines.fused import symmetric
+from microclip.engines.fused.uses import _own_pairs
+
+from models import TASKS
+
+ROOT = Path(__file__).parents[1]
+
+needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
+needs_library = pytest.mark.skipif(
+    symmetric.library() is None, reason="the library is not there, or not for this processor"
+)
+
+
+def wanted(left, right):
+    """Every pair by itself, in double precision."""
+    lefts, rights = (torch.einsum("jrk,jsk->jrs", s, s) for s in (left.double(), right.double()))
+    return (lefts * rights).sum((1, 2))
+
+
+def assert_right(found, left, right):
+    """Relative to the largest that the sum of these pairs can be: signs may cancel."""
+    largest = (left.double().norm(dim=2) * right.double().norm(dim=2)).sum(1) ** 2
+    assert ((found - wanted(left, right)).abs() <= 1e-6 * largest).all()
+
+
+@pytest.fixture
+def without_library(monkeypatch):
+    monkeypatch.setattr(symmetric, "library", lambda: None)
+
+
+@needs_library
+class TestLibrary:
+    def test_by_hand(self):
+        """Rows (3, 4) and (1, 0), of deltas 1 and 2: |(3, 4) + 2 (1, 0)|^2 = 25 + 16 = 41."""
+        left, right = torch.tensor([[[3.0, 4.0], [1.0, 0.0]]]), torch.tensor([[[1.0], [2.0]]])
+        assert symmetric.pairs(left, right).tolist() == [41.0]
+
+    @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 7, 12, 13, 64, 65, 127, 128])
+    @pytest.mark.parametrize("widths", [(1, 1), (3, 8), (8, 13), (224, 31), (40, 96)])
+    @pytest.mark.parametrize("microbatches", [1, 2, 5])
+    def test_all_pairs_of_rows(self, rows, widths, microbatches):
+        torch.manual_seed(rows)
+        left, right = (torch.randn(microbatches, rows, width) for width in widths)
+        assert symmetric.takes(left, right)
+        assert_right(symmetric.pairs(left, right), left, right)
+
+    @pytest.mark.parametrize("shape", [(0, 3, 4), (3, 0, 4), (3, 2, 0)])
+    def test_nothing_at_all(self, shape):
+        nothing = torch.zeros(shape)
+        assert symmetric.pairs(nothing, nothing).tolist() == [0.0] * shape[0]
+
+    def test_rows_that_lie_apart(self):
+        torch.manual_seed(0)
+        large = torch.randn(6, 20, 30)
+        left, right = large[::2, 3:17:2, 4:20], torch.randn(1, 7, 9).expand(3, -1, -1)
+        assert symmetric.takes(left, right)
+        assert_right(symmetric.pairs(left, right), left, right)
+
+    @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+    @pytest.mark.parametrize("row", [0, 3, 6])
+    def test_what_is_not_finite_stays_in_its_microbatch(self, bad, row):
+        torch.manual_seed(0)
+        left, right = torch.randn(3, 7, 10), torch.randn(3, 7, 12)
+        clean = symmetric.pairs(left, right)
+        left[1, row, 9] = bad
+        found = symmetric.pairs(left, right)
+        assert found.isfinite().tolist() == [True, False, True]
+        assert found[::2].tolist() == clean[::2].tolist()
+
+    def test_the_number_of_threads_does_not_matter(self):
+        torch.manual_seed(0)
+        left, right = torch.randn(33, 20, 50), torch.randn(33, 20, 60)
+        threads, found = torch.get_num_threads(), []
+        try:
+            for count in (1, 2, 3):
+                torch.set_num_threads(count)
+                found.append(symmetric.pairs(left, right).tolist())
+        finally:
+            torch.set_num_threads(threads)
+        assert found[0] == found[1] == found[2]
+
+    def test_what_is_left_to_torch(self):
+        rows = torch.randn(2, 5, 8)
+        assert symmetric.takes(rows, rows)
+        for other in (rows.double(), rows.mT, torch.randn(2, symmetric.MOST_ROWS + 1, 8)):
+            assert not symmetric.takes(other, other)
+            assert_right(_own_pairs(other, other), other, other)
+
+    def test_a_single_pass_uses_it(self, monkeypatch):
+        torch.manual_seed(0)
+        calls, pairs = [], symmetric.pairs
+        monkeypatch.setattr(symmetric, "pairs", lambda *sides: calls.append(1) or pairs(*sides))
+        task = TASKS["gpt"](2)
+        Clipper(task.model, 1, engine="fused").backward(task.losses, task.batch)
+        assert len(calls) == 17  # linear layers
+
+
+@pytest.mark.parametrize("rows", [1, 5, 63, 64, 65, 128, 129, 200])
+def test_torch_alone_gives_the_same(rows, without_library):
+    torch.manual_seed(rows)
+    left, right = torch.randn(3, rows, 20), torch.randn(3, rows, 33)
+    assert not symmetric.takes(left, right)
+    assert_right(_own_pairs(left, right), left, right)
+
+
+@needs_library
+@pytest.mark.parametrize("b", [1, 2, 4])
+def test_steps_are_the_same_with_and_without_it(b, monkeypatch):
+    torch.manual_seed(0)
+    task, found, norms = TASKS["gpt"](4), [], []
+    for library in (symmetric.library, lambda: None):
+        monkeypatch.setattr(symmetric, "library", library)
+        task.model.zero_grad()
+        outcome = Clipper(task.model, b, engine="fused").backward(task.losses, task.batch)
+        norms.append(outcome.norms)
+        found.append([p.grad for p in task.model.parameters()])
+    torch.testing.assert_close(*norms, rtol=1e-6, atol=0)
+    for one, other in zip(*found, strict=True):
+        assert (one - other).norm() <= 1e-5 * one.norm()
+
+
+class TestFinding:
+    """Whatever keeps it from being there, torch does the work."""
+
+    @pytest.fixture(autouse=True)
+    def anew(self):
+        symmetric.library.cache_clear()
+        yield
+        symmetric.library.cache_clear()
+
+    def test_it_is_not_there(self, monkeypatch, tmp_path):
+        monkeypatch.setattr(symmetric, "LIBRARY", tmp_path / "libsymmetric.so")
+        assert symmetric.library() is None
+
+    def test_it_cannot_be_loaded(self, monkeypatch, tmp_path):
+        broken = tmp_path / "libsymmetric.so"
+        broken.write_text("not a library")
+        monkeypatch.setattr(symmetric, "LIBRARY", broken)
+        assert symmetric.library() is None
+
+    def test_it_is_not_wanted(self, monkeypatch):
+        monkeypatch.setenv("MICROCLIP_C", "0")
+        assert symmetric.library() is None
+
+    def test_another_processor(self, monkeypatch):
+        class Library:
+            class microclip_pairs:  # noqa: N801
+                pass
+
+            @staticmethod
+            def microclip_pairs_pay():
+                return 0
+
+        monkeypatch.setattr(symmetric.ctypes, "CDLL", lambda path: Library)
+        monkeypatch.setattr(symmetric, "LIBRARY", Path(__file__))
+        monkeypatch.delenv("MICROCLIP_C", raising=False)
+        assert symmetric.library() is None
+
+
+class TestMaking:
+    @pytest.fixture
+    def hook(self):
+        spec = importlib.util.spec_from_file_location("hatch_build", ROOT / "hatch_build.py")
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+
+    @needs_compiler
+    def test_a_compiler_makes_it_without_a_warning(self, hook, tmp_path, monkeypatch):
+        monkeypatch.setenv("CC", "cc -Wall -Wextra -Werror")
+        library = tmp_path / "libsymmetric.so"
+        assert hook.compiled(ROOT / hook.SOURCE, library)
+        assert library.read_bytes().startswith(b"\x7fELF")
+
+    @pytest.mark.parametrize("compiler", ["false", "no-such-compiler --at-all"])
+    def test_without_a_compiler_nothing_is_made(self, hook, compiler, tmp_path, monkeypatch):
+        monkeypatch.setenv("CC", compiler)
+        assert not hook.compiled(ROOT / hook.SOURCE, tmp_path / "libsymmetric.so")
+        assert not list(tmp_path.iterdir())
+
+    @needs_compiler
+    @pytest.mark.parametrize("compiler", ["cc", "false"])
+    def test_wheels(self, compiler, tmp_path):
+        """With a compiler for this platform, with the library; without one for any, without it."""
+        for name in ("pyproject.toml", "hatch_build.py", "README.md", "LICENSE"):
+            shutil.copy(ROOT / name, tmp_path)
+        shutil.copytree(
+            ROOT / "src", tmp_path / "src", ignore=shutil.ignore_patterns("*.so", "__pycache__")
+        )
+        subprocess.run(
+            [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", "wheels"],
+            cwd=tmp_path,
+            env={**os.environ, "CC": compiler},
+            check=True,
+            capture_output=True,
+        )
+        (wheel,) = (tmp_path / "wheels").iterdir()
+        libraries = [n for n in zipfile.ZipFile(wheel).namelist() if n.endswith(".so")]
+        if compiler == "cc":
+            assert libraries == ["microclip/engines/fused/libsymmetric.so"]
+            assert "-py3-none-any" not in wheel.name
+        else:
+            assert libraries == []
+            assert wheel.name.endswith("-py3-none-any.whl")
