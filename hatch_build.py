@@ -15,8 +15,8 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-SOURCE = Path("src/microclip/engines/fused/symmetric.c")
-LIBRARY = SOURCE.with_name("libsymmetric.so")
+SOURCE = Path("src/microclip/engines/fused/native.c")
+LIBRARY = SOURCE.with_name("libnative.so")
 
 
 class CustomBuildHook(BuildHookInterface[Any]):
@@ -43,7 +43,7 @@ def compiled(source: Path, library: Path) -> bool:
     """
     compiler = shlex.split(os.environ.get("CC", "cc"))
     with tempfile.TemporaryDirectory() as folder:
-        made = Path(folder, "symmetric.o")
+        made = Path(folder, "native.o")
         flags = ("-std=gnu11", "-O3", "-fopenmp", "-fPIC", "-c")
         commands = (
             [*compiler, *flags, str(source), "-o", str(made)],

@@ -11,11 +11,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from microclip.engines.base import CannotFuseError
+from microclip.engines.fused import native
 from microclip.engines.fused.elementwise import Broadcast, note_sum
 from microclip.engines.fused.record import (
     Handler,
     Recorder,
     apply,
+    as_it_is,
     without_dispatch,
 )
 from microclip.engines.fused.uses import Formed
@@ -64,17 +66,24 @@ def layer_norm(
     w, b = recorder.name(weight), recorder.name(bias)
     recorder.check(input, w or b)
     recorder.expect(w, b)
-    arrange = recorder.arrangement
-    rows = (recorder.groups.examples, -1, *normalized_shape)
+    arrange, groups = recorder.arrangement, recorder.groups
+    rows = (groups.examples, -1, *normalized_shape)
+    is_plain = len(groups.blocks) == 1 and arrange is as_it_is
 
     def note(x: Tensor, mean: Tensor, rstd: Tensor, d: Tensor) -> None:
+        rows_of_each = mean.numel() // len(groups)
+        if w and b and is_plain and native.adds_up(rows_of_each, x, mean, rstd, d):
+            scales, shifts = native.layer_norm(x, mean, rstd, d, len(groups))
+            recorder.on_use(w, Formed(scales.view(-1, *normalized_shape)))
+            recorder.on_use(b, Formed(shifts.view(-1, *normalized_shape)))
+            return
         if b is not None:
             recorder.on_use(b, recorder.formed(arrange(d).reshape(rows)))
         if w is not None:
             products = arrange((x - mean).mul_(d)).reshape(*rows[:2], math.prod(normalized_shape))
             scales = arrange(rstd).reshape(rows[0], 1, -1).to(products.dtype)
-            each = recorder.groups.sum(torch.bmm(scales, products))
-            recorder.on_use(w, Formed(each.view(-1, *normalized_shape)))
+            sums = groups.sum(torch.bmm(scales, products))
+            recorder.on_use(w, Formed(sums.view(-1, *normalized_shape)))
 
     scale, shift = (None if tensor is None else tensor.detach() for tensor in (weight, bias))
     shape = list(normalized_shape)

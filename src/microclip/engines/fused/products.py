@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from microclip import multitensor
 from microclip.engines.base import CannotFuseError
-from microclip.engines.fused import symmetric
+from microclip.engines.fused import native
 from microclip.engines.fused.plan import WRITING, WRITING_BESIDE_HALVES, Weight
 from microclip.engines.fused.record import (
     Handler,
@@ -89,7 +89,8 @@ def _product(
         p, q = weight.shape if transposed else weight.shape[::-1]
         rows, added_up = math.prod(x.shape[:-1]), multitensor.accumulation_dtype(x)
         kept, each = rows * q * x.element_size(), rows // recorder.groups.examples
-        halved = symmetric.serves(each * recorder.groups.largest, added_up, x.device)
+        short = each * recorder.groups.largest <= native.MOST_ROWS
+        halved = short and native.knows(added_up, x.device)
         worth = WRITING_BESIDE_HALVES if halved else WRITING
         recorder.weights[w] = Weight(each, p, q, added_up.itemsize, kept, worth)
     arrange = recorder.arrangement

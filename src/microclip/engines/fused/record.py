@@ -82,7 +82,7 @@ class Recorder(TorchFunctionMode):
         self.weights: dict[str, Weight] = {}  # those that multiplied rows, as last seen
         self.derived: dict[str, Derived] = {}
         self.on_use: Callable[[str, Use], None] = _nobody
-        self.arrangement: Arrangement = lambda tensor: tensor
+        self.arrangement: Arrangement = as_it_is
         self._parameters = parameters
         self._leaves: dict[str, Tensor] = {}
         self._meter: tuple[Any, Any] | None = None  # hooks of our own
@@ -279,6 +279,11 @@ class Recorder(TorchFunctionMode):
             yield
         finally:
             self.arrangement = before
+
+
+def as_it_is(tensor: Tensor) -> Tensor:
+    """Arrange nothing: the examples are along the first dimension."""
+    return tensor
 
 
 def _nobody(name: str, use: Use) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from microclip import multitensor
-from microclip.engines.fused import symmetric
+from microclip.engines.fused import native
 from microclip.engines.fused.allocator import LARGEST_TENSOR
 from microclip.engines.fused.groups import Groups, Shares, together
 
@@ -376,8 +376,8 @@ def _entries(rows: Tensor, indices: Tensor) -> Tensor:
 
 def _own_pairs(left: Tensor, right: Tensor) -> Tensor:
     """Return sum_rs (left_r . left_s)(right_r . right_s) for every micro-batch."""
-    if symmetric.takes(left, right):
-        return symmetric.pairs(left, right)
+    if native.pairs_up(left, right):
+        return native.pairs(left, right)
     rows = left.shape[1]
     if rows < HALVING_PAYS:
         return _sum_of_products(torch.bmm(left, left.mT), torch.bmm(right, right.mT))

@@ -1,8 +1,6 @@
-/* sum_rs (left_r . left_s)(right_r . right_s) for every micro-batch, over one half of the pairs.
+/* Two sums over a micro-batch's rows that torch has no single operation for.
 
-   Products of a matrix with itself are symmetric, and torch has no batched operation that makes use
-   of it. Nothing is written in between: products of a few rows at a time stay in registers. The
-   threads are those of the OpenMP library that torch has loaded, so this is not linked to one. */
+   The threads are those of the OpenMP library that torch has loaded: this is not linked to one. */
 
 #include <stddef.h>
 
@@ -27,6 +25,11 @@ typedef struct {
     ptrdiff_t microbatch, row; /* strides, in numbers */
     ptrdiff_t width;
 } Rows;
+
+/* ---- sum_rs (left_r . left_s)(right_r . right_s), over one half of the pairs ----
+
+   Products of a matrix with itself are symmetric, and torch has no batched operation that makes use
+   of it. Nothing is written in between: products of a few rows at a time stay in registers. */
 
 /* The sums of four vectors. */
 INLINE quad sums(vec a, vec b, vec c, vec d) {
@@ -97,8 +100,34 @@ void microclip_pairs(
         out[at] = of_microbatch(&left, &right, at, count);
 }
 
+/* ---- a layer norm's gradients: of its scale sum_r d_r (x_r - mean_r) rstd_r, of its shift sum_r d_r ---- */
+
+FAST static void of_rows(
+    const float *restrict x, const float *restrict d, const float *mean, const float *rstd,
+    ptrdiff_t rows, ptrdiff_t width, float *restrict scales, float *restrict shifts
+) {
+    for (ptrdiff_t k = 0; k < width; k++) scales[k] = shifts[k] = 0;
+    for (ptrdiff_t r = 0; r < rows; r++, x += width, d += width)
+        for (ptrdiff_t k = 0; k < width; k++) {
+            scales[k] += d[k] * ((x[k] - mean[r]) * rstd[r]);
+            shifts[k] += d[k];
+        }
+}
+
+void microclip_layer_norm(
+    const float *x, const float *d, const float *mean, const float *rstd, ptrdiff_t rows,
+    ptrdiff_t width, ptrdiff_t microbatches, float *scales, float *shifts, int threads
+) {
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (ptrdiff_t at = 0; at < microbatches; at++)
+        of_rows(
+            x + at * rows * width, d + at * rows * width, mean + at * rows, rstd + at * rows, rows,
+            width, scales + at * width, shifts + at * width
+        );
+}
+
 /* With wider vectors than these, torch's own products gain more by them than by symmetry. */
-int microclip_pairs_pay(void) {
+int microclip_pays(void) {
     return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
            !__builtin_cpu_supports("avx512f");
 }

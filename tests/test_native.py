@@ -1,4 +1,4 @@
-"""The products of all pairs of rows: the library in C, torch's way without it, and its making."""
+"""The library in C: what it calculates, torch's way without it, and its making."""
 
 import importlib.util
 import os
@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from microclip import Clipper
-from microclip.engines.fused import symmetric
+from microclip.engines.fused import native
 from microclip.engines.fused.uses import _own_pairs
 
 from models import TASKS
@@ -21,7 +22,7 @@ ROOT = Path(__file__).parents[1]
 
 needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
 needs_library = pytest.mark.skipif(
-    symmetric.library() is None, reason="the library is not there, or not for this processor"
+    native.library() is None, reason="the library is not there, or not for this processor"
 )
 
 
@@ -39,7 +40,7 @@ def assert_right(found, left, right):
 
 @pytest.fixture
 def without_library(monkeypatch):
-    monkeypatch.setattr(symmetric, "library", lambda: None)
+    monkeypatch.setattr(native, "library", lambda: None)
 
 
 @needs_library
@@ -47,7 +48,7 @@ class TestLibrary:
     def test_by_hand(self):
         """Rows (3, 4) and (1, 0), of deltas 1 and 2: |(3, 4) + 2 (1, 0)|^2 = 25 + 16 = 41."""
         left, right = torch.tensor([[[3.0, 4.0], [1.0, 0.0]]]), torch.tensor([[[1.0], [2.0]]])
-        assert symmetric.pairs(left, right).tolist() == [41.0]
+        assert native.pairs(left, right).tolist() == [41.0]
 
     @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 7, 12, 13, 64, 65, 127, 128])
     @pytest.mark.parametrize("widths", [(1, 1), (3, 8), (8, 13), (224, 31), (40, 96)])
@@ -55,29 +56,29 @@ class TestLibrary:
     def test_all_pairs_of_rows(self, rows, widths, microbatches):
         torch.manual_seed(rows)
         left, right = (torch.randn(microbatches, rows, width) for width in widths)
-        assert symmetric.takes(left, right)
-        assert_right(symmetric.pairs(left, right), left, right)
+        assert native.pairs_up(left, right)
+        assert_right(native.pairs(left, right), left, right)
 
     @pytest.mark.parametrize("shape", [(0, 3, 4), (3, 0, 4), (3, 2, 0)])
     def test_nothing_at_all(self, shape):
         nothing = torch.zeros(shape)
-        assert symmetric.pairs(nothing, nothing).tolist() == [0.0] * shape[0]
+        assert native.pairs(nothing, nothing).tolist() == [0.0] * shape[0]
 
     def test_rows_that_lie_apart(self):
         torch.manual_seed(0)
         large = torch.randn(6, 20, 30)
         left, right = large[::2, 3:17:2, 4:20], torch.randn(1, 7, 9).expand(3, -1, -1)
-        assert symmetric.takes(left, right)
-        assert_right(symmetric.pairs(left, right), left, right)
+        assert native.pairs_up(left, right)
+        assert_right(native.pairs(left, right), left, right)
 
     @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
     @pytest.mark.parametrize("row", [0, 3, 6])
     def test_what_is_not_finite_stays_in_its_microbatch(self, bad, row):
         torch.manual_seed(0)
         left, right = torch.randn(3, 7, 10), torch.randn(3, 7, 12)
-        clean = symmetric.pairs(left, right)
+        clean = native.pairs(left, right)
         left[1, row, 9] = bad
-        found = symmetric.pairs(left, right)
+        found = native.pairs(left, right)
         assert found.isfinite().tolist() == [True, False, True]
         assert found[::2].tolist() == clean[::2].tolist()
 
@@ -88,32 +89,81 @@ class TestLibrary:
         try:
             for count in (1, 2, 3):
                 torch.set_num_threads(count)
-                found.append(symmetric.pairs(left, right).tolist())
+                found.append(native.pairs(left, right).tolist())
         finally:
             torch.set_num_threads(threads)
         assert found[0] == found[1] == found[2]
 
     def test_what_is_left_to_torch(self):
         rows = torch.randn(2, 5, 8)
-        assert symmetric.takes(rows, rows)
-        for other in (rows.double(), rows.mT, torch.randn(2, symmetric.MOST_ROWS + 1, 8)):
-            assert not symmetric.takes(other, other)
+        assert native.pairs_up(rows, rows)
+        for other in (rows.double(), rows.mT, torch.randn(2, native.MOST_ROWS + 1, 8)):
+            assert not native.pairs_up(other, other)
             assert_right(_own_pairs(other, other), other, other)
 
     def test_a_single_pass_uses_it(self, monkeypatch):
         torch.manual_seed(0)
-        calls, pairs = [], symmetric.pairs
-        monkeypatch.setattr(symmetric, "pairs", lambda *sides: calls.append(1) or pairs(*sides))
+        calls, pairs = [], native.pairs
+        monkeypatch.setattr(native, "pairs", lambda *sides: calls.append(1) or pairs(*sides))
         task = TASKS["gpt"](2)
         Clipper(task.model, 1, engine="fused").backward(task.losses, task.batch)
         assert len(calls) == 17  # linear layers
+
+
+def layer_norm(examples, tokens, shape, **kind):
+    """What a layer norm has after the backward pass: its input, statistics, output's gradient."""
+    x = torch.randn(examples, tokens, *shape, **kind) + 3
+    _, mean, rstd = torch.native_layer_norm(x, shape, None, None, 1e-5)
+    return x, mean, rstd, torch.randn_like(x)
+
+
+@needs_library
+class TestLayerNorm:
+    @pytest.mark.parametrize("tokens", [1, 3, 64])
+    @pytest.mark.parametrize("shape", [(1,), (7,), (8,), (224,), (3, 5)])
+    @pytest.mark.parametrize("b", [1, 2, 6])
+    def test_gradients_of_scale_and_shift(self, tokens, shape, b):
+        torch.manual_seed(0)
+        x, mean, rstd, d = layer_norm(6, tokens, shape)
+        assert native.adds_up(b * tokens, x, mean, rstd, d)
+        found = native.layer_norm(x, mean, rstd, d, 6 // b)
+        x, mean, rstd, d = (tensor.double() for tensor in (x, mean, rstd, d))
+        for one, each in zip(found, (d * (x - mean) * rstd, d), strict=True):
+            rows = each.reshape(6 // b, b * tokens, -1)
+            assert ((one - rows.sum(1)).abs() <= 1e-5 * rows.abs().sum(1) + 1e-6).all()
+
+    def test_what_is_left_to_torch(self):
+        parts = layer_norm(4, 3, (8,))
+        assert native.adds_up(3, *parts)
+        assert not native.adds_up(native.MOST_ROWS_ADDED + 1, *parts)
+        assert not native.adds_up(3, *layer_norm(4, 3, (8,), dtype=torch.float64))
+        assert not native.adds_up(3, *parts[:3], parts[3].mT)
+        assert not native.adds_up(3, *parts[:3], parts[3].half())
+
+    @pytest.mark.parametrize("frozen", [None, "weight", "bias"])
+    @pytest.mark.parametrize("examples", [6, 5])
+    def test_frozen_halves_and_ragged_ends(self, frozen, examples):
+        """Micro-batches of 2, the last perhaps of 1, against `stream`, which uses none of it."""
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 3))
+        nn.init.normal_(model[1].weight)
+        if frozen:
+            getattr(model[1], frozen).requires_grad_(False)
+        x, found = torch.randn(examples, 5, 4), []
+        for engine in ("stream", "fused"):
+            model.zero_grad()
+            clipper = Clipper(model, 2, engine=engine)
+            clipper.backward(lambda x: model(x).square().mean((1, 2)), x)
+            found.append([p.grad for p in model.parameters() if p.requires_grad])
+        for one, other in zip(*found, strict=True):
+            assert (one - other).norm() <= 1e-5 * one.norm()
 
 
 @pytest.mark.parametrize("rows", [1, 5, 63, 64, 65, 128, 129, 200])
 def test_torch_alone_gives_the_same(rows, without_library):
     torch.manual_seed(rows)
     left, right = torch.randn(3, rows, 20), torch.randn(3, rows, 33)
-    assert not symmetric.takes(left, right)
+    assert not native.pairs_up(left, right)
     assert_right(_own_pairs(left, right), left, right)
 
 
@@ -122,8 +172,8 @@ def test_torch_alone_gives_the_same(rows, without_library):
 def test_steps_are_the_same_with_and_without_it(b, monkeypatch):
     torch.manual_seed(0)
     task, found, norms = TASKS["gpt"](4), [], []
-    for library in (symmetric.library, lambda: None):
-        monkeypatch.setattr(symmetric, "library", library)
+    for library in (native.library, lambda: None):
+        monkeypatch.setattr(native, "library", library)
         task.model.zero_grad()
         outcome = Clipper(task.model, b, engine="fused").backward(task.losses, task.batch)
         norms.append(outcome.norms)
@@ -138,37 +188,39 @@ class TestFinding:
 
     @pytest.fixture(autouse=True)
     def anew(self):
-        symmetric.library.cache_clear()
+        native.library.cache_clear()
         yield
-        symmetric.library.cache_clear()
+        native.library.cache_clear()
 
     def test_it_is_not_there(self, monkeypatch, tmp_path):
-        monkeypatch.setattr(symmetric, "LIBRARY", tmp_path / "libsymmetric.so")
-        assert symmetric.library() is None
+        monkeypatch.setattr(native, "LIBRARY", tmp_path / "libnative.so")
+        assert native.library() is None
 
     def test_it_cannot_be_loaded(self, monkeypatch, tmp_path):
-        broken = tmp_path / "libsymmetric.so"
+        broken = tmp_path / "libnative.so"
         broken.write_text("not a library")
-        monkeypatch.setattr(symmetric, "LIBRARY", broken)
-        assert symmetric.library() is None
+        monkeypatch.setattr(native, "LIBRARY", broken)
+        assert native.library() is None
 
     def test_it_is_not_wanted(self, monkeypatch):
         monkeypatch.setenv("MICROCLIP_C", "0")
-        assert symmetric.library() is None
+        assert native.library() is None
 
     def test_another_processor(self, monkeypatch):
         class Library:
             class microclip_pairs:  # noqa: N801
                 pass
 
+            microclip_layer_norm = microclip_pairs
+
             @staticmethod
-            def microclip_pairs_pay():
+            def microclip_pays():
                 return 0
 
-        monkeypatch.setattr(symmetric.ctypes, "CDLL", lambda path: Library)
-        monkeypatch.setattr(symmetric, "LIBRARY", Path(__file__))
+        monkeypatch.setattr(native.ctypes, "CDLL", lambda path: Library)
+        monkeypatch.setattr(native, "LIBRARY", Path(__file__))
         monkeypatch.delenv("MICROCLIP_C", raising=False)
-        assert symmetric.library() is None
+        assert native.library() is None
 
 
 class TestMaking:
@@ -182,14 +234,14 @@ class TestMaking:
     @needs_compiler
     def test_a_compiler_makes_it_without_a_warning(self, hook, tmp_path, monkeypatch):
         monkeypatch.setenv("CC", "cc -Wall -Wextra -Werror")
-        library = tmp_path / "libsymmetric.so"
+        library = tmp_path / "libnative.so"
         assert hook.compiled(ROOT / hook.SOURCE, library)
         assert library.read_bytes().startswith(b"\x7fELF")
 
     @pytest.mark.parametrize("compiler", ["false", "no-such-compiler --at-all"])
     def test_without_a_compiler_nothing_is_made(self, hook, compiler, tmp_path, monkeypatch):
         monkeypatch.setenv("CC", compiler)
-        assert not hook.compiled(ROOT / hook.SOURCE, tmp_path / "libsymmetric.so")
+        assert not hook.compiled(ROOT / hook.SOURCE, tmp_path / "libnative.so")
         assert not list(tmp_path.iterdir())
 
     @needs_compiler
@@ -211,7 +263,7 @@ class TestMaking:
         (wheel,) = (tmp_path / "wheels").iterdir()
         libraries = [n for n in zipfile.ZipFile(wheel).namelist() if n.endswith(".so")]
         if compiler == "cc":
-            assert libraries == ["microclip/engines/fused/libsymmetric.so"]
+            assert libraries == ["microclip/engines/fused/libnative.so"]
             assert "-py3-none-any" not in wheel.name
         else:
             assert libraries == []

@@ -1,0 +1,92 @@
+"""What torch has no single operation for, by a small library in C where there is one.
+
+`hatch_build.py` makes it of `native.c` when the package is installed and a compiler is there. The
+products of all pairs of rows take 0.6 of the time there that they take torch, which calculates each
+pair twice, and sums for layer norms half. Where the library is missing or not made for the
+processor, torch does the work; MICROCLIP_C=0 asks for that.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+MOST_ROWS = 128  # of a micro-batch; more are multiplied faster by torch
+MOST_ROWS_ADDED = 1024  # one after the other in single precision; torch adds more up in steps
+LIBRARY = Path(__file__).with_name("libnative.so")
+
+
+class _Rows(ctypes.Structure):
+    _fields_ = (
+        ("start", ctypes.c_void_p),
+        ("microbatch", ctypes.c_ssize_t),
+        ("row", ctypes.c_ssize_t),
+        ("width", ctypes.c_ssize_t),
+    )
+
+
+@cache
+def library() -> ctypes.CDLL | None:
+    """Return the library if there is one and this processor gains by it."""
+    if os.environ.get("MICROCLIP_C") == "0" or not LIBRARY.exists():
+        return None
+    try:
+        found = ctypes.CDLL(str(LIBRARY))
+    except OSError:  # torch has not loaded the OpenMP library that it was made for
+        return None
+    size, address, count = ctypes.c_ssize_t, ctypes.c_void_p, ctypes.c_int
+    found.microclip_pairs.argtypes = (_Rows, _Rows, size, size, address, count)
+    found.microclip_layer_norm.argtypes = (*[address] * 4, *[size] * 3, address, address, count)
+    found.microclip_pairs.restype = found.microclip_layer_norm.restype = None
+    return found if found.microclip_pays() else None
+
+
+def knows(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether there is a library for numbers like these."""
+    return dtype == torch.float32 and device.type == "cpu" and library() is not None
+
+
+def pairs_up(left: Tensor, right: Tensor) -> bool:
+    """Whether `pairs` can take these rows."""
+    alike = left.dtype == right.dtype and left.stride(2) == right.stride(2) == 1
+    return alike and left.shape[1] <= MOST_ROWS and knows(left.dtype, left.device)
+
+
+def pairs(left: Tensor, right: Tensor) -> Tensor:
+    """Return sum_rs (left_r . left_s)(right_r . right_s) for every micro-batch, in float64."""
+    found = library()
+    assert found is not None
+    microbatches, rows, _ = left.shape
+    out = torch.empty(microbatches, dtype=torch.float64)
+    sides = [_Rows(side.data_ptr(), *side.stride()[:2], side.shape[2]) for side in (left, right)]
+    found.microclip_pairs(*sides, rows, microbatches, out.data_ptr(), torch.get_num_threads())
+    return out
+
+
+def adds_up(rows: int, *tensors: Tensor) -> bool:
+    """Whether `layer_norm` can take these, with so many rows in each micro-batch."""
+    if rows > MOST_ROWS_ADDED or not knows(tensors[0].dtype, tensors[0].device):
+        return False
+    return all(t.dtype == torch.float32 and t.is_contiguous() for t in tensors)
+
+
+def layer_norm(
+    x: Tensor, mean: Tensor, rstd: Tensor, d: Tensor, microbatches: int
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of scale and shift for micro-batches of equally many rows each."""
+    found = library()
+    assert found is not None
+    rows = mean.numel() // microbatches
+    width = x.numel() // max(1, mean.numel())
+    scales, shifts = torch.empty(2, microbatches, width).unbind()
+    found.microclip_layer_norm(
+        *[tensor.data_ptr() for tensor in (x, d, mean, rstd)],
+        *(rows, width, microbatches),
+        *(scales.data_ptr(), shifts.data_ptr(), torch.get_num_threads()),
+    )
+    return scales, shifts
