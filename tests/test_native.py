@@ -202,6 +202,16 @@ class TestFinding:
         monkeypatch.setattr(native, "LIBRARY", broken)
         assert native.library() is None
 
+    def test_it_was_made_of_other_code(self, monkeypatch):
+        class Library:
+            class microclip_pairs:  # noqa: N801
+                pass
+
+        monkeypatch.setattr(native.ctypes, "CDLL", lambda path: Library)
+        monkeypatch.setattr(native, "LIBRARY", Path(__file__))
+        monkeypatch.delenv("MICROCLIP_C", raising=False)
+        assert native.library() is None
+
     def test_it_is_not_wanted(self, monkeypatch):
         monkeypatch.setenv("MICROCLIP_C", "0")
         assert native.library() is None

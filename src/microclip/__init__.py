@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from microclip.ledger import Ledger
     from microclip.probing import ProbeEvery, probe
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.1.0.dev1"
 __all__ = [
     "Clipper",
     "Ledger",

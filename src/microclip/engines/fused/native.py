@@ -35,13 +35,13 @@ def library() -> ctypes.CDLL | None:
     """Return the library if there is one and this processor gains by it."""
     if os.environ.get("MICROCLIP_C") == "0" or not LIBRARY.exists():
         return None
+    size, address, count = ctypes.c_ssize_t, ctypes.c_void_p, ctypes.c_int
     try:
         found = ctypes.CDLL(str(LIBRARY))
-    except OSError:  # torch has not loaded the OpenMP library that it was made for
-        return None
-    size, address, count = ctypes.c_ssize_t, ctypes.c_void_p, ctypes.c_int
-    found.microclip_pairs.argtypes = (_Rows, _Rows, size, size, address, count)
-    found.microclip_layer_norm.argtypes = (*[address] * 4, *[size] * 3, address, address, count)
+        found.microclip_pairs.argtypes = (_Rows, _Rows, size, size, address, count)
+        found.microclip_layer_norm.argtypes = (*[address] * 4, *[size] * 3, address, address, count)
+    except (OSError, AttributeError):
+        return None  # torch has loaded another OpenMP library, or this one was made of other code
     found.microclip_pairs.restype = found.microclip_layer_norm.restype = None
     return found if found.microclip_pays() else None
 
