@@ -9,8 +9,9 @@ from microclip import Clipper
 from microclip.engines.base import CannotFuseError
 from microclip.engines.fused import convolution
 from microclip.engines.fused.convolution import Geometry, Patches
+from microclip.engines.fused.formed import Formed, Pieces
 from microclip.engines.fused.groups import Groups
-from microclip.engines.fused.uses import Formed, Lines, Pieces, Rows, squared_norms, sum_of
+from microclip.engines.fused.uses import Lines, Rows, squared_norms, sum_of
 from microclip.microbatches import cut
 
 import properties

@@ -12,9 +12,10 @@ from torch import nn
 
 from microclip import Clipper, rules
 from microclip.engines.fused import uses
+from microclip.engines.fused.formed import Formed, Pieces
 from microclip.engines.fused.groups import Groups
 from microclip.engines.fused.plan import Weight, to_write_out
-from microclip.engines.fused.uses import Formed, Pieces, Rows
+from microclip.engines.fused.uses import Rows
 
 import properties
 from measure import peak_memory

@@ -116,6 +116,11 @@ def accumulation_dtype(tensor: Tensor) -> torch.dtype:
     return torch.float32 if tensor.dtype in HALF else tensor.dtype
 
 
+def widened(tensor: Tensor) -> Tensor:
+    """Return a tensor in a precision that its products can be added up in."""
+    return tensor.float() if tensor.dtype in HALF else tensor
+
+
 def add_(sums: list[Tensor], tensors: list[Tensor], coefficient: Tensor) -> None:
     """Add coefficient x tensors to sums, in place. `tensors` may be overwritten."""
     if not sums:

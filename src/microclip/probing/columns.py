@@ -14,10 +14,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from microclip import multitensor
 from microclip.engines.fused.convolution import Patches
+from microclip.engines.fused.formed import Formed, Use
 from microclip.engines.fused.groups import Groups
-from microclip.engines.fused.uses import Formed, Lines, Rows, Use, sum_of
+from microclip.engines.fused.uses import Lines, Rows, sum_of
+from microclip.multitensor import widened, widest
 
 Uses = list[Use]
 
@@ -34,7 +35,7 @@ def products(one: Uses, other: Uses, block_bytes: int) -> Tensor:
         mine = block.of(one)
         product = mine @ (mine if same else block.of(other)).mT
         # within a block float32 is exact enough; over a whole model it would drift
-        product = product.to(multitensor.widest(product.device))
+        product = product.to(widest(product.device))
         total = product if total is None else total + product
     assert total is not None
     return total
@@ -52,7 +53,7 @@ class _Block:
 
     def _of(self, use: Use) -> Tensor:
         if isinstance(use, Rows):
-            left, right = _wide(use.left[:, :, self.start : self.stop]), _wide(use.right)
+            left, right = widened(use.left[:, :, self.start : self.stop]), widened(use.right)
             return torch.bmm(left.mT, right).flatten(1)
         if isinstance(use, Lines):
             return self._of_lines(use)
@@ -61,16 +62,16 @@ class _Block:
             part = Patches(
                 use.x, use.d[:, self.start : self.stop], replace(use.geometry, shape=shape)
             )
-            return _wide(part.form(Groups([1] * len(use.x))).flatten(1))
+            return widened(part.form(Groups([1] * len(use.x))).flatten(1))
         assert isinstance(use, Formed)
         gradients = use.gradients
         if gradients.is_complex():
             gradients = torch.view_as_real(gradients)
         lines = gradients if use.shape else gradients.unsqueeze(1)
-        return _wide(lines[:, self.start : self.stop].flatten(1))
+        return widened(lines[:, self.start : self.stop].flatten(1))
 
     def _of_lines(self, use: Lines) -> Tensor:
-        deltas = _wide(use.deltas)
+        deltas = widened(use.deltas)
         numbers = (
             use.indices
             if self.kept is None
@@ -107,15 +108,15 @@ def _pairing_pays(one: Rows, other: Rows) -> bool:
 def _pairs(one: Rows, other: Rows, block_bytes: int) -> Tensor:
     """Return sum_st (left_is . left_kt)(right_is . right_kt)."""
     count = other.left.shape[0] * other.left.shape[1]
-    left, right = _wide(other.left).flatten(0, 1), _wide(other.right).flatten(0, 1)
+    left, right = widened(other.left).flatten(0, 1), widened(other.right).flatten(0, 1)
     each = one.left.shape[1] * count * 2 * left.element_size()
     step = max(1, block_bytes // each)
     found = []
     for start in range(0, len(one.left), step):
-        a, b = (_wide(side[start : start + step]) for side in (one.left, one.right))
+        a, b = (widened(side[start : start + step]) for side in (one.left, one.right))
         pairs = (a.flatten(0, 1) @ left.mT).mul_(b.flatten(0, 1) @ right.mT)
         pairs = pairs.view(len(a), a.shape[1], len(other.left), -1)
-        found.append(pairs.sum((1, 3), dtype=multitensor.widest(pairs.device)))
+        found.append(pairs.sum((1, 3), dtype=widest(pairs.device)))
     return torch.cat(found)
 
 
@@ -127,10 +128,6 @@ def _examples(uses: Uses) -> int:
         return len(use.x)
     assert isinstance(use, Rows | Lines)
     return len(use.deltas)
-
-
-def _wide(tensor: Tensor) -> Tensor:
-    return tensor.to(multitensor.accumulation_dtype(tensor))
 
 
 def _distinct(values: Tensor) -> Tensor:

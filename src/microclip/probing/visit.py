@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from microclip import multitensor
 from microclip.engines.base import CannotFuseError
 from microclip.engines.fused.anything import anything
+from microclip.engines.fused.formed import Formed, Use
 from microclip.engines.fused.groups import Groups
 from microclip.engines.fused.layers import HANDLERS
 from microclip.engines.fused.record import Recorder
-from microclip.engines.fused.uses import Formed, Use, sum_of
+from microclip.engines.fused.uses import sum_of
 from microclip.engines.losses import LossFn, call
 from microclip.engines.randomness import RandomState
 from microclip.microbatches import count_examples, cut, tensors_of

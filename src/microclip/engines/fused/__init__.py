@@ -6,7 +6,7 @@ each micro-batch's part of the sum and, once the rule has spoken, the weighted s
 
 `record` keeps the weights' own gradient work out of the backward pass and notes each use of a
 parameter instead: what is known of which function is in `layers`, and `anything` does the rest.
-`uses` is the algebra of uses, with `native` for its largest products; `groups` says which
-examples belong together. `allocator` and `budget` are about memory, and `engine` ties all of it
-together.
+`formed` and `uses` are the algebra of uses, with `native` for its largest products; `groups` says
+which examples belong together. `allocator` and `budget` are about memory, and `engine` ties all
+of it together.
 """

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from microclip.engines.base import CannotFuseError
+from microclip.engines.fused.formed import Formed
 from microclip.engines.fused.groups import Block, together
 from microclip.engines.fused.record import Handler, Recorder, apply, map_tensors
-from microclip.engines.fused.uses import Formed
 
 
 class _Anything(torch.autograd.Function):

@@ -14,10 +14,11 @@ from typing_extensions import override
 
 from microclip import multitensor
 from microclip.engines.base import CannotFuseError
+from microclip.engines.fused.formed import Formed, Use, room_for
 from microclip.engines.fused.groups import Groups, Shares, together
 from microclip.engines.fused.plan import Weight
 from microclip.engines.fused.record import Handler, Recorder, apply
-from microclip.engines.fused.uses import Formed, Rows, Use, room_for
+from microclip.engines.fused.uses import Rows
 
 PATCHES_AT_ONCE = 2**23  # bytes of patches cut at a time, to be read again while they are at hand
 PATCHES_KEPT = 2**22  # bytes of patches that are cut once and kept

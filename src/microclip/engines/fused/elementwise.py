@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from microclip.engines.fused.formed import Formed
 from microclip.engines.fused.record import Handler, Recorder, apply
-from microclip.engines.fused.uses import Formed
 
 
 class Broadcast(torch.autograd.Function):

@@ -13,11 +13,12 @@ from microclip.engines.base import CannotFuseError, Engine
 from microclip.engines.fused.allocator import hold_on_to_freed_memory
 from microclip.engines.fused.anything import anything
 from microclip.engines.fused.budget import Budget, Meter
+from microclip.engines.fused.formed import Formed, Joined, Use
 from microclip.engines.fused.groups import Groups, Shares
 from microclip.engines.fused.layers import HANDLERS
 from microclip.engines.fused.plan import least_to_keep, to_write_out
 from microclip.engines.fused.record import Recorder
-from microclip.engines.fused.uses import Formed, Joined, Use, squared_norms, sum_of
+from microclip.engines.fused.uses import squared_norms, sum_of
 from microclip.engines.gradients import Gradients, modules_of, set_aside
 from microclip.engines.losses import LossFn, backward, call, unscale
 from microclip.engines.sums import Sums

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from microclip.engines.base import CannotFuseError
 from microclip.engines.fused import native
 from microclip.engines.fused.elementwise import Broadcast, note_sum
+from microclip.engines.fused.formed import Formed
 from microclip.engines.fused.record import (
     Handler,
     Recorder,
@@ -20,7 +21,6 @@ from microclip.engines.fused.record import (
     as_it_is,
     without_dispatch,
 )
-from microclip.engines.fused.uses import Formed
 
 
 class _LayerNorm(torch.autograd.Function):

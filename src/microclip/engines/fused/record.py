@@ -26,9 +26,9 @@ from torch.overrides import TorchFunctionMode
 
 from microclip.engines.base import CannotFuseError
 from microclip.engines.fused.budget import Meter
+from microclip.engines.fused.formed import Formed, Use
 from microclip.engines.fused.groups import Groups
 from microclip.engines.fused.plan import Weight
-from microclip.engines.fused.uses import Formed, Use
 
 _MARK = "_microclip_follows"  # an attribute of tensors; a weak table of them takes far longer
 _serials = itertools.count(1)

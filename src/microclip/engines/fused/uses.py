@@ -1,15 +1,12 @@
-"""The algebra of parameter uses: micro-batch norms and weighted sums of their gradients.
+"""The algebra of weights that multiply rows: norms and weighted sums of their gradients.
 
-A *use* is one place where a parameter took part in the forward pass, seen after the backward pass.
-`Formed`: one gradient per micro-batch, written out; for what is small, and for long rows.
-`Rows`: a weight that multiplied rows; the gradient is a sum of outer products, kept as its factors.
+`Rows`: the gradient is a sum of outer products, kept as its factors.
 `Lines`: an embedding table, of which a few lines were looked up.
 """
 
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import torch
@@ -19,161 +16,11 @@ from typing_extensions import override
 from microclip import multitensor
 from microclip.engines.fused import native
 from microclip.engines.fused.allocator import LARGEST_TENSOR
+from microclip.engines.fused.formed import Formed, Pieces, Use, room_for
 from microclip.engines.fused.groups import Groups, Shares, together
+from microclip.multitensor import widened
 
 HALVING_PAYS = 64  # rows; the product of a matrix with itself is symmetric
-
-
-class Use(ABC):
-    """The gradients of all micro-batches with respect to one parameter, in some form."""
-
-    @property
-    @abstractmethod
-    def shape(self) -> tuple[int, ...]:
-        """Return that of the parameter."""
-
-    @property
-    @abstractmethod
-    def nbytes(self) -> int:
-        """Return the memory it holds on to."""
-
-    @abstractmethod
-    def squared_norms(self, groups: Groups) -> Tensor:
-        """Return the squared norm of every micro-batch's gradient."""
-
-    @abstractmethod
-    def add_to(self, total: Tensor | None, shares: Shares) -> Tensor:
-        """Return total + sum_j share_j g_j, in place where there is a total."""
-
-    @abstractmethod
-    def form(self, groups: Groups) -> Tensor:
-        """Return the gradients of all micro-batches, written out."""
-
-    def written_out(self, groups: Groups) -> Use:
-        """Return the same as gradients that are written out."""
-        return Formed(self.form(groups))
-
-    @abstractmethod
-    def without(self, left_out: Shares) -> Use:
-        """Blank what will be left out: a share of 0 would not do, since 0 x NaN is NaN."""
-
-    def kept(self, groups: Groups) -> Use:
-        """Return the same in the form that it is kept in."""
-        return self
-
-
-@dataclass(frozen=True)
-class Formed(Use):
-    """The gradients of all micro-batches: (micro-batches, *shape of the parameter)."""
-
-    gradients: Tensor
-
-    @property
-    @override
-    def shape(self) -> tuple[int, ...]:
-        return self.gradients.shape[1:]
-
-    @property
-    @override
-    def nbytes(self) -> int:
-        return self.gradients.nbytes
-
-    @override
-    def squared_norms(self, groups: Groups) -> Tensor:
-        return multitensor.squared_norms(self.gradients)
-
-    @override
-    def add_to(self, total: Tensor | None, shares: Shares) -> Tensor:
-        lying = multitensor.as_it_lies(self.gradients)
-        flat = _wide(lying.flatten(1))
-        sum_ = (shares.as_(flat.dtype).of_microbatches @ flat).view(lying.shape[1:])
-        sum_ = multitensor.put_back(sum_, self.gradients)
-        return sum_.contiguous() if total is None else total.view_as(sum_).add_(sum_)
-
-    @override
-    def form(self, groups: Groups) -> Tensor:
-        return self.gradients
-
-    @override
-    def without(self, left_out: Shares) -> Formed:
-        mask = left_out.of_microbatches.view(-1, *(1,) * (self.gradients.dim() - 1))
-        return Formed(self.gradients.masked_fill(mask, 0.0))
-
-
-@dataclass(frozen=True)
-class Pieces(Use):
-    """The same in pieces, each small enough for memory that is used again."""
-
-    parts: tuple[Formed, ...]
-
-    @property
-    @override
-    def shape(self) -> tuple[int, ...]:
-        return self.parts[0].shape
-
-    @property
-    @override
-    def nbytes(self) -> int:
-        return sum(part.nbytes for part in self.parts)
-
-    @override
-    def squared_norms(self, groups: Groups) -> Tensor:
-        return torch.cat([part.squared_norms(groups) for part in self.parts])
-
-    @override
-    def add_to(self, total: Tensor | None, shares: Shares) -> Tensor:
-        for part, each in zip(self.parts, self._of(shares), strict=True):
-            total = part.add_to(total, each)
-        assert total is not None
-        return total
-
-    @override
-    def form(self, groups: Groups) -> Tensor:
-        return torch.cat([part.gradients for part in self.parts])
-
-    @override
-    def without(self, left_out: Shares) -> Pieces:
-        shares = self._of(left_out)
-        return Pieces(tuple(part.without(s) for part, s in zip(self.parts, shares, strict=True)))
-
-    def _of(self, shares: Shares) -> list[Shares]:
-        """Return the shares of each; by micro-batch is all that they ask for."""
-        each = torch.split(shares.of_microbatches, [len(part.gradients) for part in self.parts])
-        return [Shares(of_microbatches, shares.of_examples) for of_microbatches in each]
-
-
-class Joined:
-    """Many small written-out gradients side by side, as one: biases, scales and the like."""
-
-    LARGEST = 2**13  # elements of a parameter
-
-    def __init__(self, parts: dict[str, Formed]) -> None:
-        self._shapes = {name: part.shape for name, part in parts.items()}
-        self._all = Formed(torch.cat([_flat(part.gradients) for part in parts.values()], 1))
-
-    @classmethod
-    def takes(cls, use: Formed, device: torch.device) -> bool:
-        """Whether a parameter's only use is small enough, and where the others are."""
-        gradients = use.gradients
-        small = gradients.numel() <= cls.LARGEST * gradients.shape[0]
-        return small and not gradients.is_complex() and gradients.device == device
-
-    def squared_norms(self, groups: Groups) -> Tensor:
-        """Return those of all the gradients together."""
-        return self._all.squared_norms(groups)
-
-    def leave_out(self, left_out: Shares) -> None:
-        """Blank micro-batches."""
-        self._all = self._all.without(left_out)
-
-    def add_to(self, totals: dict[str, Tensor], shares: Shares) -> None:
-        """Add sum_j share_j g_j to the totals."""
-        sizes = [math.prod(shape) for shape in self._shapes.values()]
-        parts = torch.split(self._all.add_to(None, shares), sizes)
-        for (name, shape), part in zip(self._shapes.items(), parts, strict=True):
-            if len(shape) != 1:
-                part = part.view(shape)
-            totals[name] = totals[name].add_(part) if name in totals else part.clone()
 
 
 @dataclass(frozen=True)
@@ -209,7 +56,7 @@ class Rows(Use):
         """Return |sum_r left_r x right_r|^2 = sum_rs (left_r . left_s)(right_r . right_s)."""
         return together(
             [
-                _own_pairs(_wide(block.rows_of(self.left)), _wide(block.rows_of(self.right)))
+                _own_pairs(widened(block.rows_of(self.left)), widened(block.rows_of(self.right)))
                 for block in groups
             ]
         )
@@ -217,7 +64,7 @@ class Rows(Use):
     @override
     def add_to(self, total: Tensor | None, shares: Shares) -> Tensor:
         """The plain weight gradient, of weighted rows."""
-        left, right = _wide(self.left), _wide(self.right)
+        left, right = widened(self.left), widened(self.right)
         each = shares.as_(right.dtype).of_examples.view(-1, 1, 1)
         if left.shape[2] < right.shape[2]:
             left = left * each
@@ -248,7 +95,7 @@ class Rows(Use):
     def form_into(self, groups: Groups, out: Tensor) -> None:
         """Write the gradients of all micro-batches out."""
         for block in groups:
-            left, right = _wide(block.rows_of(self.left)), _wide(block.rows_of(self.right))
+            left, right = widened(block.rows_of(self.left)), widened(block.rows_of(self.right))
             torch.bmm(left.mT, right, out=block.microbatches_of(out))
 
     @override
@@ -294,7 +141,7 @@ class Lines(Use):
         microbatch = groups.per_example(torch.arange(len(groups), device=self.indices.device))
         keys = (microbatch.unsqueeze(1) * self.lines + self.indices).flatten()
         ordered, order = keys.sort()
-        deltas = _wide(self.deltas)
+        deltas = widened(self.deltas)
         if multitensor.on_host(keys) and not (ordered[1:] == ordered[:-1]).any():
             # none meet, as positions never do
             return together([multitensor.squared_norms(block.rows_of(deltas)) for block in groups])
@@ -310,7 +157,7 @@ class Lines(Use):
 
     @override
     def add_to(self, total: Tensor | None, shares: Shares) -> Tensor:
-        deltas = _wide(self.deltas)
+        deltas = widened(self.deltas)
         each = shares.as_(deltas.dtype).of_examples.view(-1, 1, 1)
         deltas = (deltas * each).flatten(0, 1)
         total = deltas.new_zeros(self.shape) if total is None else total
@@ -318,7 +165,7 @@ class Lines(Use):
 
     @override
     def form(self, groups: Groups) -> Tensor:
-        deltas = _wide(self.deltas)
+        deltas = widened(self.deltas)
         out = room_for(groups, self.shape, deltas).zero_()
         for block in groups:
             rows = block.rows_of(deltas)
@@ -332,20 +179,16 @@ class Lines(Use):
         return Lines(self.indices, deltas, self.lines)
 
 
-def room_for(groups: Groups, shape: tuple[int, ...], like: Tensor) -> Tensor:
-    """Return memory for one gradient per micro-batch, in a precision to add up in."""
-    dtype = multitensor.accumulation_dtype(like)
-    return torch.empty((len(groups), *shape), dtype=dtype, device=like.device)
-
-
 def inner_products(one: Rows | Lines, other: Rows | Lines, groups: Groups) -> Tensor:
     """Return the inner product of two uses' gradients, for every micro-batch."""
     found = []
     for block in groups:
-        rights = torch.bmm(_wide(block.rows_of(one.right)), _wide(block.rows_of(other.right)).mT)
+        rights = torch.bmm(
+            widened(block.rows_of(one.right)), widened(block.rows_of(other.right)).mT
+        )
         if isinstance(one, Rows) and isinstance(other, Rows):
             a, b = block.rows_of(one.left), block.rows_of(other.left)
-            lefts = torch.bmm(_wide(a), _wide(b).mT)
+            lefts = torch.bmm(widened(a), widened(b).mT)
         elif isinstance(one, Lines) and isinstance(other, Lines):
             a, b = block.rows_of(one.indices), block.rows_of(other.indices)
             lefts = (a.unsqueeze(2) == b.unsqueeze(1)).to(rights.dtype)
@@ -357,11 +200,6 @@ def inner_products(one: Rows | Lines, other: Rows | Lines, groups: Groups) -> Te
     return together(found)
 
 
-def _flat(gradients: Tensor) -> Tensor:
-    """Return one row per micro-batch."""
-    return gradients if gradients.dim() == 2 else gradients.flatten(1)
-
-
 def _matrix(rows: Tensor) -> Tensor:
     """Return the rows of all examples below each other; a copy keeps the order they lie in."""
     if rows.stride(1) < rows.stride(2):
@@ -371,7 +209,7 @@ def _matrix(rows: Tensor) -> Tensor:
 
 def _entries(rows: Tensor, indices: Tensor) -> Tensor:
     """Return, for every row, its entries at all the indices."""
-    return _wide(rows).gather(2, indices.unsqueeze(1).expand(-1, rows.shape[1], -1))
+    return widened(rows).gather(2, indices.unsqueeze(1).expand(-1, rows.shape[1], -1))
 
 
 def _own_pairs(left: Tensor, right: Tensor) -> Tensor:
@@ -391,11 +229,6 @@ def _own_pairs(left: Tensor, right: Tensor) -> Tensor:
 def _sum_of_products(one: Tensor, other: Tensor) -> Tensor:
     """Return the inner products of two rows of matrices, of which the first is overwritten."""
     return one.mul_(other).sum((1, 2))
-
-
-def _wide(tensor: Tensor) -> Tensor:
-    """Return rows in a precision that products can be added up in."""
-    return tensor.float() if tensor.dtype in multitensor.HALF else tensor
 
 
 def sum_of(tensors: list[Tensor]) -> Tensor:
