@@ -74,7 +74,7 @@ def squared_norms(tensors: Tensor) -> Tensor:
     """Return the squared L2 norm of each entry along the first dimension, added up widely."""
     if tensors.is_complex():
         tensors = torch.view_as_real(tensors)
-    flat = as_it_lies(tensors).flatten(1)
+    flat = as_rows(tensors)
     flat = flat.to(accumulation_dtype(flat))
     wide = widest(tensors.device)
     end = flat.shape[1] % BLOCK
@@ -84,6 +84,11 @@ def squared_norms(tensors: Tensor) -> Tensor:
     rows = (flat[:, :whole] if end else flat).reshape(len(flat), -1, BLOCK)
     total: Tensor = torch.linalg.vector_norm(rows, dim=2).to(wide).square().sum(1)
     return total + flat[:, whole:].square().sum(1, dtype=wide) if end else total
+
+
+def as_rows(tensors: Tensor) -> Tensor:
+    """Return each entry along the first dimension as one row, in the order of the memory."""
+    return tensors.unsqueeze(1) if tensors.dim() == 1 else as_it_lies(tensors).flatten(1)
 
 
 def as_it_lies(tensors: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor
 from microclip.engines.base import CannotFuseError
 from microclip.engines.fused.formed import Formed
 from microclip.engines.fused.groups import Block, together
+from microclip.engines.fused.owners import Owned
 from microclip.engines.fused.record import Handler, Recorder, apply, map_tensors
 
 
@@ -45,19 +46,21 @@ def anything(recorder: Recorder, func: Any, args: Any, kwargs: Any) -> Any:
             f"The single-pass engine cannot follow {label}(), which changes a tensor in place, "
             f"with parameter {recorder.first_name((args, kwargs))!r}."
         )
-    inputs: list[Tensor] = []  # follow the examples
+    inputs: list[Tensor] = []  # depend on the examples
+    states: list[Owned] = []
     kept: list[Tensor] = []  # recorded
     names: list[str] = []
 
     def sort(tensor: Tensor) -> Any:
-        name = recorder.name(tensor)
-        if name is not None:
+        if recorder.is_recorded(tensor):
+            name = recorder.name(tensor)
+            assert name is not None
             names.append(name)
             kept.append(tensor.detach())
             return _Slot(False, len(kept) - 1)
-        if recorder.follows(tensor):
-            recorder.check(tensor, None)
+        if recorder.depends(tensor):
             inputs.append(tensor)
+            states.append(recorder.owned(tensor, recorder.first_name((args, kwargs))))
             return _Slot(True, len(inputs) - 1)
         return tensor
 
@@ -67,11 +70,23 @@ def anything(recorder: Recorder, func: Any, args: Any, kwargs: Any) -> Any:
         positional, named = _fill(call, xs, parameters)
         return func(*positional, **named)
 
+    result = _probe(recorder, run, inputs)
+    if not isinstance(result, Tensor):
+        raise CannotFuseError(
+            f"The single-pass engine has no algebra for {label}() on parameter {names[0]!r}."
+        )
+    mine = recorder.owned(result, names[0])
+    if not all(state.owners.is_regular for state in (*states, mine)):
+        raise CannotFuseError(
+            f"The single-pass engine has no algebra for {label}() on parameter {names[0]!r} where "
+            "examples own different numbers of rows."
+        )
+
     def note(xs: tuple[Tensor, ...], d: Tensor) -> None:
         parts: list[list[Tensor]] = [[] for _ in kept]
         for block in recorder.groups:
-            pieces = [_pieces(recorder, block, x) for x in xs]
-            outputs = _pieces(recorder, block, d)
+            pieces = [_pieces(block, x, state) for x, state in zip(xs, states, strict=True)]
+            outputs = _pieces(block, d, mine)
 
             def one(piece: list[Tensor], output: Tensor) -> Any:
                 back = torch.func.vjp(lambda *parameters: run(piece, parameters), *kept)[1]
@@ -90,33 +105,40 @@ def anything(recorder: Recorder, func: Any, args: Any, kwargs: Any) -> Any:
             recorder.on_use(name, Formed(together(part)))
 
     recorder.expect(*names)
-    result = apply(_Anything, recorder.anchor, run, note, *inputs)
-    if not isinstance(result, Tensor):
-        raise CannotFuseError(
-            f"The single-pass engine has no algebra for {label}() on parameter {names[0]!r}."
-        )
-    recorder.check(result, names[0])
-    return result
+    with recorder.untracked():
+        found = apply(_Anything, recorder.anchor, run, recorder.noted(note), *inputs)
+    return recorder.own(found, mine)
+
+
+def _probe(recorder: Recorder, run: Handler, inputs: list[Tensor]) -> Any:
+    """Let the tracker see what a function does to owners."""
+    with torch.no_grad():
+        return run([x.detach() for x in inputs])
 
 
 class _Slot:
     """A place among arguments where a tensor goes."""
 
-    def __init__(self, follows: bool, index: int) -> None:
-        self.follows = follows
+    def __init__(self, depends: bool, index: int) -> None:
+        self.depends = depends
         self.index = index
 
 
 def _fill(tree: Any, inputs: Any, kept: Any) -> Any:
     if isinstance(tree, _Slot):
-        return (inputs if tree.follows else kept)[tree.index]
+        return (inputs if tree.depends else kept)[tree.index]
     if isinstance(tree, dict):
         return {key: _fill(value, inputs, kept) for key, value in tree.items()}
-    if isinstance(tree, list | tuple):
+    if isinstance(tree, list | tuple) and type(tree) in (list, tuple):
         return type(tree)([_fill(value, inputs, kept) for value in tree])
     return tree
 
 
-def _pieces(recorder: Recorder, block: Block, tensor: Tensor) -> Tensor:
-    per_example = tensor.shape[0] // recorder.groups.examples
-    return block.rows_of(tensor.reshape(-1, per_example, *tensor.shape[1:]))
+def _pieces(block: Block, tensor: Tensor, state: Owned) -> Tensor:
+    """Return (micro-batches of a block, ...), each as if it were alone."""
+    owners, axis = state.owners, state.axis
+    assert axis is not None
+    split = tensor.unflatten(axis, (owners.outer, owners.examples, owners.inner))
+    chosen = split.narrow(axis + 1, block.first_example, block.count * block.size)
+    chosen = chosen.unflatten(axis + 1, (block.count, block.size)).movedim(axis + 1, 0)
+    return chosen.flatten(axis + 1, axis + 3)

@@ -16,6 +16,7 @@ from microclip import multitensor
 from microclip.engines.base import CannotFuseError
 from microclip.engines.fused.formed import Formed, Use, room_for
 from microclip.engines.fused.groups import Groups, Shares, together
+from microclip.engines.fused.owners import arranged, refuse_gradients_of_nobody
 from microclip.engines.fused.plan import Weight
 from microclip.engines.fused.record import Handler, Recorder, apply
 from microclip.engines.fused.uses import Rows
@@ -26,6 +27,7 @@ PORTIONS = 4  # in which to do what makes copies, where memory is tight
 WORTH_SAVING = 2**22  # bytes
 GROUPING_PAYS = 256  # places of a micro-batch's windows
 GROUPED_INPUTS = 64  # numbers that a window takes in
+FUNCTIONS = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 WRITING = 16  # the worth of a written number, in products: patches cost more than other rows do
 
 
@@ -336,40 +338,75 @@ def convolution(dimensions: int) -> Handler:
         dilation: Any = 1,
         groups: int = 1,
     ) -> Tensor:
+        options = (stride, padding, dilation, groups)
+        function = FUNCTIONS[dimensions]
+        if not recorder.is_recorded(input):
+            input = recorder.adopt(input)
+        if recorder.any_depends([weight]) or not recorder.depends(input):
+            if recorder.any_depends([input, weight, bias]):
+                raise CannotFuseError(
+                    "The single-pass engine cannot take apart a convolution whose weight depends "
+                    f"on the examples, beside parameter {recorder.first_name([input, bias])!r}."
+                )
+            return cast(Tensor, recorder.derive(function, (input, weight, bias, *options), {}))
         w, b = recorder.name(weight), recorder.name(bias)
-        recorder.check(input, w or b)
-        strides, dilations = many(stride), many(dilation)
         if isinstance(padding, str):
-            spans = [(k - 1) * d for k, d in zip(weight.shape[2:], dilations, strict=True)]
-            if padding == "same" and any(span % 2 for span in spans):
-                raise CannotFuseError(f"Convolution {w!r} pads unevenly.")
-            padding = [span // 2 if padding == "same" else 0 for span in spans]
-        if input.dim() != dimensions + 2 or input.shape[0] != recorder.groups.examples:
+            input, padding = _padded(input, weight, padding, many(dilation))
+        state = recorder.owned(input, w or b)
+        if input.dim() != dimensions + 2 or state.axis != 0:
             raise CannotFuseError(
-                f"Convolution {w or b!r} gets a tensor of shape {tuple(input.shape)}, not one "
-                f"with {recorder.groups.examples} examples along its first dimension."
+                f"Convolution {w or b!r} gets a tensor of shape {tuple(input.shape)} that does not "
+                "have the examples along its first dimension."
             )
         recorder.expect(w, b)
         geometry = Geometry(
-            tuple(weight.shape), strides, many(padding), dilations, groups, recorder.is_tight
-        )
+            tuple(weight.shape), many(stride), many(padding), many(dilation), groups,
+            recorder.is_tight,
+        )  # fmt: skip
+        owners = state.owners
+        plain = owners.base is None and owners.outer == owners.inner == 1
+
+        def images(tensor: Tensor) -> Tensor:
+            """Return the images of each example after each other."""
+            return tensor if plain else arranged(tensor, 0, owners).flatten(0, 1)
 
         def note(x: Tensor, d: Tensor) -> None:
+            refuse_gradients_of_nobody(d, 0, owners, w or b)
+            x, d = images(x), images(d)
+            each = len(d) // recorder.groups.examples
+            microbatches = recorder.groups if each == 1 else recorder.groups.times(each)
             if b is not None:
-                recorder.on_use(b, Formed(recorder.groups.sum(d.flatten(2).sum(2))))
-            if w is not None and groups == 1:
+                recorder.on_use(b, Formed(microbatches.sum(d.flatten(2).sum(2))))
+            if w is not None and groups == 1 and each == 1:
                 recorder.on_use(w, Patches(x, d, geometry))
             elif w is not None:
-                recorder.on_use(w, Formed(geometry.weight_gradients(d, x, recorder.groups)))
+                recorder.on_use(w, Formed(geometry.weight_gradients(d, x, microbatches)))
 
-        held = None if bias is None else bias.detach()
-        kept_out = weight.detach()
-        if recorder.can_tap(input) and not recorder.is_tight:
-            result = recorder.tap(geometry.forward(input, kept_out, held), note, input)
-        else:
-            result = apply(_Convolution, recorder.anchor, input, kept_out, held, geometry, note)
-        if w is not None and groups == 1:
+        with recorder.untracked():
+            held = None if bias is None else bias.detach()
+            kept_out = weight.detach()
+            if recorder.can_tap(input) and not recorder.is_tight:
+                result = recorder.tap(geometry.forward(input, kept_out, held), note, input)
+            else:
+                noted = recorder.noted(note)
+                result = apply(
+                    _Convolution, recorder.anchor, input, kept_out, held, geometry, noted
+                )
+        if w is not None and groups == 1 and plain:
             recorder.weights[w] = geometry.as_weight(input, result)
-        return result
+        return recorder.own(result, state)
 
     return handler
+
+
+def _padded(
+    input: Tensor, weight: Tensor, padding: str, dilations: tuple[int, ...]
+) -> tuple[Tensor, Any]:
+    """Return an input, and a padding in numbers: what is uneven is added beforehand."""
+    spans = [(k - 1) * d for k, d in zip(weight.shape[2:], dilations, strict=True)]
+    if padding != "same":
+        return input, [0] * len(spans)
+    if any(span % 2 for span in spans):
+        sides = [side for span in reversed(spans) for side in (span // 2, span - span // 2)]
+        return F.pad(input, sides), [0] * len(spans)
+    return input, [span // 2 for span in spans]

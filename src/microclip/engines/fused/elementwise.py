@@ -1,93 +1,300 @@
-"""Parameters that meet every element: biases, scales, positions, class tokens."""
+"""Parameters that meet every element: biases, scales, positions, class tokens.
+
+They are given to the function as copies, one for each row of the examples, and autograd does the
+rest: what it brings back to a copy is the gradient of the row's owner.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from microclip.engines.fused.formed import Formed
-from microclip.engines.fused.record import Handler, Recorder, apply
+from microclip.engines.base import CannotFuseError
+from microclip.engines.fused.owners import DERIVED, Opaque, Owned, Owners, State
+from microclip.engines.fused.propagation import combined
+from microclip.engines.fused.record import Recorder, map_tensors, tensors_in
+
+_OPERATORS = {
+    "add", "sub", "mul", "truediv", "div", "floordiv", "mod", "pow", "and", "or", "xor", "lshift",
+    "rshift", "eq", "ne", "lt", "le", "gt", "ge", "neg", "abs", "pos", "invert",
+}  # fmt: skip
+_OTHERS = {
+    "multiply", "subtract", "divide", "true_divide", "floor_divide", "negative", "masked_fill",
+    "where", "lerp", "addcmul", "addcdiv", "clamp", "clip", "softplus", "hardswish", "not_equal",
+    "greater", "less", "greater_equal", "less_equal", "logaddexp", "polar", "complex", "type_as",
+}  # fmt: skip
 
 
-class Broadcast(torch.autograd.Function):
-    """An elementwise product or sum of a tensor with examples and a parameter without."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, anchor: Tensor, x: Tensor, parameter: Tensor, product: bool, note: Handler
-    ) -> Tensor:
-        """Return x * parameter or x + parameter."""
-        ctx.save_for_backward(*((x, parameter) if product else ()))
-        ctx.note, ctx.shape, ctx.dtype = note, x.shape, x.dtype
-        return x * parameter if product else x + parameter
-
-    @staticmethod
-    def backward(ctx: Any, d: Tensor) -> Any:
-        """Note what the parameter would have got, and pass the rest on."""
-        x, parameter = ctx.saved_tensors or (None, None)
-        ctx.note(d if x is None else d * x)
-        dx = None
-        if ctx.needs_input_grad[1]:
-            dx = (d if parameter is None else d * parameter).sum_to_size(ctx.shape).to(ctx.dtype)
-        return None, dx, None, None, None
+@cache
+def _pointwise_names() -> frozenset[str]:
+    """Return the names of all operations that work element by element."""
+    found = set(_OTHERS)
+    for name in dir(torch.ops.aten):
+        packet = getattr(torch.ops.aten, name)
+        if isinstance(packet, torch._ops.OpOverloadPacket) and any(
+            torch.Tag.pointwise in getattr(packet, overload).tags for overload in packet.overloads()
+        ):
+            found.add(name.removesuffix("_"))
+    return frozenset(found - {"max", "min", "equal", "clone"})
 
 
-def broadcast(product: bool, fallback: Any) -> Handler:
-    """Return the handler of x + p or x * p."""
+@cache
+def is_pointwise(func: Any) -> bool:
+    """Whether a function works element by element on what is broadcast to one shape."""
+    name = getattr(func, "__name__", "")
+    if name.startswith("__") and name.endswith("__"):
+        bare = name.strip("_")
+        return bare in _OPERATORS or (bare[:1] in "ri" and bare[1:] in _OPERATORS)
+    if name in ("maximum", "minimum"):
+        return True
+    return name.removesuffix("_") in _pointwise_names()
 
-    def handler(recorder: Recorder, a: Any, b: Any, **options: Any) -> Any:
-        parameter, x = (a, b) if isinstance(a, Tensor) and recorder.name(a) else (b, a)
-        name = recorder.names[id(parameter)]
-        if not recorder.follows(x):
-            return recorder.derive(fallback, (a, b), options)
-        shape = torch.broadcast_shapes(x.shape, parameter.shape)  # type: ignore[no-untyped-call]
-        aligned = len(shape) > parameter.dim() or (parameter.dim() > 0 and parameter.shape[0] == 1)
-        if options or x.shape[:1] != shape[:1] or not aligned or parameter.is_complex():
-            return recorder.anything(recorder, fallback, (a, b), options)
-        recorder.check(x, name)
-        recorder.expect(name)
-        goal = parameter.shape if parameter.dim() < len(shape) else parameter.shape[1:]
-        note = note_sum(recorder, name, parameter.shape, goal)
-        return apply(Broadcast, recorder.anchor, x, parameter.detach(), product, note)
+
+@cache
+def _is_in_place(func: Any) -> bool:
+    name: str = getattr(func, "__name__", "")
+    if name.startswith("__"):
+        bare = name.strip("_")
+        return bare not in _OPERATORS and bare[:1] == "i"
+    return name.endswith("_")
+
+
+def pointwise(recorder: Recorder, func: Any, args: Any, kwargs: Any) -> Any:
+    """Any function that works element by element."""
+    if kwargs.get("out") is not None:
+        raise CannotFuseError(
+            f"The single-pass engine cannot follow {func.__name__}(out=...) with parameter "
+            f"{recorder.first_name((args, kwargs))!r}."
+        )
+    tensors = tensors_in((args, kwargs))
+    in_place = _is_in_place(func)
+    shape = (
+        tensors[0].shape
+        if in_place
+        else torch.broadcast_shapes(*[tensor.shape for tensor in tensors])  # type: ignore[no-untyped-call]
+    )
+    others = [tensor for tensor in tensors if not recorder.is_recorded(tensor)]
+    if in_place and recorder.is_recorded(tensors[0]) and recorder.any_depends(others):
+        return refuse_writing(recorder, func, tensors[0])
+    if not recorder.any_depends(others) and not in_place:
+        adopted = {id(each): recorder.adopt(each) for each in others if each.shape[:1] == shape[:1]}
+        args, kwargs = map_tensors(lambda each: adopted.get(id(each), each), (list(args), kwargs))
+        others = [adopted.get(id(each), each) for each in others]
+    state = common_state(recorder, func, others, shape)
+    if state is None:
+        return recorder.derive(func, args, kwargs)
+    mine = owned_or_refused(recorder, state, func, (args, kwargs))
+    args, kwargs = with_copies(recorder, (list(args), kwargs), shape, mine)
+    return func(*args, **kwargs)
+
+
+def common_state(
+    recorder: Recorder, func: Any, tensors: list[Tensor], shape: Sequence[int]
+) -> State | None:
+    """Return who owns what these tensors are broadcast to."""
+    label = _Label(getattr(func, "__name__", str(func)))
+    return combined(
+        recorder.tracker, label, [(each, recorder.state(each)) for each in tensors], shape
+    )
+
+
+class _Label:
+    """What a rule asks of a function to speak of it."""
+
+    def __init__(self, name: str) -> None:
+        self._schema = self
+        self.name = name
+
+
+def owned_or_refused(recorder: Recorder, state: State | None, func: Any, arguments: Any) -> Owned:
+    """Return a state if it says who owns what."""
+    if isinstance(state, Opaque):
+        raise CannotFuseError(
+            "The single-pass engine cannot tell which example owns what: parameter "
+            f"{recorder.first_name(arguments)!r} meets the result of {state.reason} in "
+            f"{getattr(func, '__name__', func)}()."
+        )
+    assert isinstance(state, Owned)
+    return state
+
+
+def with_copies(recorder: Recorder, arguments: Any, shape: Sequence[int], state: Owned) -> Any:
+    """Replace what is recorded by copies, one for each row."""
+
+    def copies(tensor: Tensor) -> Tensor:
+        if not recorder.is_recorded(tensor):
+            return tensor
+        name = recorder.name(tensor)
+        assert name is not None
+        return recorder.rows_of_its_own(tensor, name, shape, state)
+
+    return map_tensors(copies, arguments)
+
+
+def refuse_writing(recorder: Recorder, func: Any, target: Tensor) -> Any:
+    """Say that examples are written into something made of parameters."""
+    raise CannotFuseError(
+        f"The single-pass engine cannot follow {getattr(func, '__name__', func)}(), which writes "
+        f"examples into a tensor made of parameter {recorder.name(target)!r}, in place."
+    )
+
+
+def expand(recorder: Recorder, parameter: Tensor, *sizes: Any, **kwargs: Any) -> Any:
+    """p.expand(B, ...): a class token, given to every example."""
+    if kwargs:
+        sizes = (kwargs["size"],)
+    shape = list(sizes[0]) if sizes and not isinstance(sizes[0], int) else list(sizes)
+    func = torch.Tensor.expand
+    if not recorder.is_recorded(parameter):
+        return func(parameter, *sizes)
+    examples = recorder.groups.examples
+    if recorder.adopts and examples > 1:
+        for axis, size in enumerate(shape):
+            place = axis - (len(shape) - parameter.dim())
+            if size == examples and (place < 0 or parameter.shape[place] == 1):
+                recorder.adopted = True
+                state = Owned(axis, recorder.tracker.along_first.owners)
+                full = [
+                    parameter.shape[i - len(shape)] if size == -1 else size
+                    for i, size in enumerate(shape)
+                ]
+                name = recorder.name(parameter)
+                assert name is not None
+                return recorder.rows_of_its_own(parameter, name, full, state).expand(full)
+    return recorder.derive(func, (parameter, *sizes), {})
+
+
+def expand_as(recorder: Recorder, tensor: Tensor, other: Tensor) -> Any:
+    """p.expand_as(x)."""
+    if not recorder.is_recorded(tensor):
+        return recorder.derive(torch.Tensor.expand_as, (tensor, other), {})
+    state = recorder.state(other)
+    if not isinstance(state, Owned) or state.axis is None:
+        return expand(recorder, tensor, *other.shape)
+    name = recorder.name(tensor)
+    assert name is not None
+    return recorder.rows_of_its_own(tensor, name, other.shape, state).expand(other.shape)
+
+
+def broadcast_to(recorder: Recorder, input: Tensor, size: Sequence[int]) -> Any:
+    """torch.broadcast_to(p, size)."""
+    return expand(recorder, input, *size)
+
+
+def repeat(func: Any) -> Any:
+    """Return the handler of p.repeat(B, ...) or p.tile(...)."""
+
+    def handler(recorder: Recorder, parameter: Tensor, *sizes: Any, **kwargs: Any) -> Any:
+        if kwargs:
+            sizes = tuple(kwargs.values())
+        repeats = list(sizes[0]) if sizes and not isinstance(sizes[0], int) else list(sizes)
+        examples = recorder.groups.examples
+        missing = len(repeats) - parameter.dim()
+        if recorder.adopts and examples > 1 and examples in repeats and missing >= 0:
+            axis = repeats.index(examples)
+            recorder.adopted = True
+            name = recorder.name(parameter)
+            assert name is not None
+            # (..., s, ...) as (..., B, s, ...), which then become one axis again
+            value = recorder.derive(
+                torch.Tensor.reshape, (parameter, (1,) * missing + tuple(parameter.shape)), {}
+            )
+            value = recorder.derive(torch.Tensor.unsqueeze, (value, axis), {})
+            sizes_ = list(value.shape)
+            sizes_[axis] = examples
+            state = Owned(axis, Owners(examples))
+            inner = recorder.name(value)
+            assert inner is not None
+            copies = recorder.rows_of_its_own(value, inner, sizes_, state).expand(sizes_)
+            rest = [*repeats[:axis], 1, *repeats[axis + 1 :]]
+            return copies.flatten(axis, axis + 1).repeat(rest)
+        return recorder.derive(func, (parameter, *sizes), {})
 
     return handler
 
 
-def note_sum(recorder: Recorder, name: str, shape: torch.Size, goal: Sequence[int]) -> Handler:
-    """Return what notes a gradient that is added up over all dimensions that `goal` lacks."""
-    arrange = recorder.arrangement
+def joined(func: Any) -> Any:
+    """Return the handler of torch.cat or torch.stack, with parameters among the tensors."""
 
-    def note(d: Tensor) -> None:
-        d = arrange(d)
-        d = d.sum_to_size(len(d), *(1,) * (d.dim() - 1 - len(goal)), *goal)
-        each = recorder.formed(d.reshape(recorder.groups.examples, -1, *d.shape[1:])).gradients
-        recorder.on_use(name, Formed(each.reshape(len(each), *shape)))
+    def handler(
+        recorder: Recorder, tensors: Any, dim: Any = 0, *, axis: Any = None, out: Any = None
+    ) -> Any:
+        if out is not None:
+            raise CannotFuseError(f"The single-pass engine cannot follow {func.__name__}(out=...).")
+        dim = dim if axis is None else axis
+        tensors = list(tensors)
+        others = [each for each in tensors if not recorder.is_recorded(each)]
+        if not recorder.any_depends(others):
+            return recorder.derive(func, (tensors, dim), {})
+        place = dim % (tensors[0].dim() + (func is torch.stack))
+        owned = next(each for each in others if recorder.depends(each))
+        state = recorder.state(owned)
+        if isinstance(state, Owned) and (state.axis is None or state.axis == place):
+            if func is torch.cat:
+                raise CannotFuseError(
+                    f"The single-pass engine cannot follow {func.__name__}(), which puts "
+                    f"parameter {recorder.first_name(tensors)!r} between examples."
+                )
+        mine = owned_or_refused(recorder, state, func, tensors)
+        parts = [
+            with_copies(recorder, each, each.shape, mine) if recorder.is_recorded(each) else each
+            for each in tensors
+        ]
+        return func(parts, dim)
 
-    return note
+    return handler
 
 
-class _Expand(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, parameter: Tensor, shape: Any, note: Handler) -> Tensor:
-        ctx.note = note
-        return parameter.expand(shape).clone()
+def set_item(recorder: Recorder, target: Tensor, index: Any, value: Any) -> None:
+    """x[index] = p, for instance where a mask is."""
+    write = torch.Tensor.__setitem__
+    if not recorder.is_recorded(value):  # then the target is
+        if recorder.is_recorded(target) and recorder.any_depends([value]):
+            refuse_writing(recorder, write, target)
+        recorder.derive(write, (target, index, value), {})
+        return
+    state = recorder.state(target)
+    if state is None or state is DERIVED:
+        recorder.derive(write, (target, index, value), {})
+        return
+    owned_or_refused(recorder, state, write, [value])
+    chosen = target.detach()[index]
+    mine = recorder.state(chosen)
+    if mine is None:
+        return  # nothing is chosen
+    mine = owned_or_refused(recorder, mine, write, [value])
+    write(target, index, with_copies(recorder, value, chosen.shape, mine))
 
-    @staticmethod
-    def backward(ctx: Any, d: Tensor) -> Any:
-        ctx.note(d)
-        return None, None, None, None
+
+def copy_(recorder: Recorder, target: Tensor, source: Any, non_blocking: bool = False) -> Tensor:
+    """x.copy_(p)."""
+    set_item(recorder, target, ..., source)
+    return target
 
 
-def expand(recorder: Recorder, parameter: Tensor, *sizes: Any) -> Any:
-    """p.expand(B, ...): a class token, given to every example."""
-    shape = list(sizes[0]) if sizes and not isinstance(sizes[0], int) else list(sizes)
-    name = recorder.names[id(parameter)]
-    new = parameter.dim() < len(shape)
-    if shape[0] != recorder.groups.examples or not (new or parameter.shape[0] == 1):
-        return recorder.derive(torch.Tensor.expand, (parameter, *sizes), {})
-    recorder.expect(name)
-    note = note_sum(recorder, name, parameter.shape, parameter.shape[0 if new else 1 :])
-    return recorder.follow(apply(_Expand, recorder.anchor, parameter.detach(), shape, note))
+def index_put_(
+    recorder: Recorder, target: Tensor, indices: Any, values: Tensor, accumulate: bool = False
+) -> Tensor:
+    """x.index_put_(indices, p)."""
+    if accumulate:
+        raise CannotFuseError(
+            "The single-pass engine cannot follow index_put_(accumulate=True) with parameter "
+            f"{recorder.first_name([target, values])!r}."
+        )
+    set_item(recorder, target, tuple(indices), values)
+    return target
+
+
+def prelu(recorder: Recorder, input: Tensor, weight: Tensor) -> Tensor:
+    """F.prelu: a slope for each channel."""
+    slope = weight
+    if input.dim() > 1 and weight.numel() > 1:
+        slope = recorder.derive(
+            torch.Tensor.view, (weight, (weight.numel(), *(1,) * (input.dim() - 2))), {}
+        )
+    product = pointwise(recorder, torch.mul, (input, slope), {})
+    return torch.where(input >= 0, input, product)

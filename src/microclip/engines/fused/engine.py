@@ -18,7 +18,7 @@ from microclip.engines.fused.groups import Groups, Shares
 from microclip.engines.fused.layers import HANDLERS
 from microclip.engines.fused.plan import least_to_keep, to_write_out
 from microclip.engines.fused.record import Recorder
-from microclip.engines.fused.uses import squared_norms, sum_of
+from microclip.engines.fused.uses import merged, squared_norms
 from microclip.engines.gradients import Gradients, modules_of, set_aside
 from microclip.engines.losses import LossFn, backward, call, unscale
 from microclip.engines.sums import Sums
@@ -51,33 +51,57 @@ class Fused(Engine):
                 self._settle(uses, norms, chunk)
 
     def _visit(self, loss_fn: LossFn, microbatches: Cuts, is_tight: bool) -> tuple[_Uses, Tensor]:
-        """One forward and one backward pass."""
+        """One forward and one backward pass.
+
+        Constants that seem to have a row for each example are taken for theirs. Where that turns
+        out to be a mistake, batches of this size are done without.
+        """
+        adopts = microbatches.examples not in self.budget.without_adoption
+        try:
+            return self._pass(loss_fn, microbatches, is_tight, adopts)
+        except _AdoptionError:
+            pass
+        found = self._pass(loss_fn, microbatches, is_tight, False)
+        self.budget.without_adoption.add(microbatches.examples)
+        return found
+
+    def _pass(
+        self, loss_fn: LossFn, microbatches: Cuts, is_tight: bool, adopts: bool
+    ) -> tuple[_Uses, Tensor]:
         groups = Groups(microbatches.sizes)
         batch = microbatches.whole
         examples = [leaf for _, leaf in tensors_of(batch)]
-        recorder = Recorder(self.parameters, groups, examples, HANDLERS, anything, is_tight)
+        recorder = Recorder(
+            self.parameters, groups, examples, HANDLERS, anything, is_tight, self.model, adopts
+        )
         with (
             set_aside(self.parameters),
             self.budget.learning(microbatches, self.parameters) as meter,
         ):
             uses = _Uses(recorder, meter)
-            with recorder.metered(meter), recorder:
-                losses = call(loss_fn, batch, groups.examples)
-            if losses.shape != (groups.examples,):
-                raise CannotFuseError(
-                    "The single-pass engine needs one loss per example, but loss_fn gives their "
-                    'mean. Return the losses themselves, as reduction="none" does.'
-                )
-            means = groups.sum(losses) / groups.sizes_like(losses)
-            weights = recorder.weights_used_once()
-            least = least_to_keep(weights, groups)
-            allowance = self.budget.to_keep(microbatches, self.parameters, least, meter)
-            uses.written_out = to_write_out(weights, groups, allowance)
             try:
+                with recorder.metered(meter), recorder.watching():
+                    losses = call(loss_fn, batch, groups.examples)
+                    if losses.shape != (groups.examples,):
+                        raise CannotFuseError(
+                            "The single-pass engine needs one loss per example, but loss_fn gives "
+                            'their mean. Return the losses themselves, as reduction="none" does.'
+                        )
+                    recorder.check_losses(losses)
+                means = groups.sum(losses) / groups.sizes_like(losses)
+                weights = recorder.weights_used_once()
+                least = least_to_keep(weights, groups)
+                allowance = self.budget.to_keep(microbatches, self.parameters, least, meter)
+                uses.written_out = to_write_out(weights, groups, allowance)
+                recorder.is_final = True
                 backward(means.sum(), self.scaler)
+                uses.complete(recorder)
+            except CannotFuseError as error:
+                if recorder.adopted:
+                    raise _AdoptionError from error
+                raise
             finally:
                 recorder.let_go()
-            uses.complete(self.parameters)
         norms = unscale(uses.norms(), self.scaler)
         self.tally.extend(microbatches, norms, means.detach(), losses.detach())
         return uses, norms
@@ -154,27 +178,17 @@ class _Uses:
         if isinstance(only, Formed) and Joined.takes(only, self.device):
             self._small[name] = only
         else:
+            uses[:] = merged(uses)
             self._squares[name] = squared_norms(uses, self.groups)
 
     @torch.no_grad()
-    def complete(self, parameters: dict[str, nn.Parameter]) -> None:
+    def complete(self, recorder: Recorder) -> None:
         """Follow derived tensors back, and make sure that nothing went past the recorder."""
-        for name, derived in self._derived.items():
-            if name not in self._of:
-                continue
-            shape = (len(self.groups), *derived.value.shape)
-            formed = [use.form(self.groups) for use in self._of.pop(name)]
-            gradients = sum_of([gradient.reshape(shape) for gradient in formed])
-            for origin, gradient in derived.pull_back(gradients).items():
-                self._of.setdefault(origin, []).append(Formed(gradient))
-                self._squares.pop(origin, None)
-                self._small.pop(origin, None)
-        for name, parameter in parameters.items():
-            if parameter.grad is not None:
-                raise CannotFuseError(
-                    f"Parameter {name!r} got a gradient in a way that the single-pass engine "
-                    "cannot see, as reentrant checkpointing and custom functions have it."
-                )
+        recorder.check_nothing_unseen()
+        for origin, uses in recorder.pulled_back(self._of).items():
+            self._of.setdefault(origin, []).extend(uses)
+            self._squares.pop(origin, None)
+            self._small.pop(origin, None)
         for name, uses in self._of.items():
             if name not in self._squares and name not in self._small:
                 self._judge(name, uses)
@@ -182,6 +196,10 @@ class _Uses:
             self._joined = Joined(self._small)
             self._squares["small ones"] = self._joined.squared_norms(self.groups)
             self._of = {name: uses for name, uses in self._of.items() if name not in self._small}
+        if not self._squares:
+            raise CannotFuseError(
+                "The single-pass engine saw no parameter take part in the losses."
+            )
 
     def norms(self) -> Tensor:
         """Return the norm of every micro-batch's gradient over all parameters."""
@@ -228,6 +246,10 @@ class _Uses:
         if found.shape != parameter.shape:
             found = found.view(parameter.shape)
         return torch.view_as_real(found) if found.is_complex() else found
+
+
+class _AdoptionError(Exception):
+    """A constant that was taken for the examples' may not have been."""
 
 
 def _on(device: torch.device, tensor: Tensor) -> Tensor:

@@ -80,7 +80,7 @@ class Formed(Use):
     @override
     def add_to(self, total: Tensor | None, shares: Shares) -> Tensor:
         lying = multitensor.as_it_lies(self.gradients)
-        flat = multitensor.widened(lying.flatten(1))
+        flat = multitensor.widened(multitensor.as_rows(lying))
         sum_ = (shares.as_(flat.dtype).of_microbatches @ flat).view(lying.shape[1:])
         sum_ = multitensor.put_back(sum_, self.gradients)
         return sum_.contiguous() if total is None else total.view_as(sum_).add_(sum_)
@@ -179,4 +179,4 @@ def room_for(groups: Groups, shape: tuple[int, ...], like: Tensor) -> Tensor:
 
 def _flat(gradients: Tensor) -> Tensor:
     """Return one row per micro-batch."""
-    return gradients if gradients.dim() == 2 else gradients.flatten(1)
+    return gradients if gradients.dim() == 2 else gradients.reshape(len(gradients), -1)

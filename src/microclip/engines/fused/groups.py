@@ -95,6 +95,10 @@ class Groups:
     def __iter__(self) -> Iterator[Block]:
         return iter(self.blocks)
 
+    def times(self, rows: int) -> Groups:
+        """Return the same micro-batches of examples that have several rows each."""
+        return Groups([size * rows for size in self.sizes])
+
     def per_example(self, values: Tensor) -> Tensor:
         """Return one value per example from one per micro-batch."""
         return together([block.per_example(values) for block in self])

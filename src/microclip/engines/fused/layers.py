@@ -7,29 +7,58 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from microclip.engines.fused import elementwise, norms, products, recurrent
 from microclip.engines.fused.convolution import convolution
-from microclip.engines.fused.elementwise import broadcast, expand
-from microclip.engines.fused.norms import batch_norm, group_norm, layer_norm, rms_norm
-from microclip.engines.fused.products import addmm, attention, embedding, linear, matmul
 from microclip.engines.fused.record import Handler
 
 HANDLERS: dict[Any, Handler] = {
-    F.linear: linear,
-    torch.addmm: addmm,
-    F.embedding: embedding,
-    F.layer_norm: layer_norm,
-    F.group_norm: group_norm,
-    F.rms_norm: rms_norm,
+    F.linear: products.linear,
+    torch.addmm: products.addmm,
+    F.embedding: products.embedding,
+    F.embedding_bag: products.embedding_bag,
+    torch.Tensor.__getitem__: products.get_item,
+    torch.index_select: products.index_select,
+    torch.Tensor.index_select: products.index_select,
+    torch._grouped_mm: products.grouped_mm,
+    F.layer_norm: norms.layer_norm,
+    F.group_norm: norms.group_norm,
+    F.rms_norm: norms.rms_norm,
+    F.instance_norm: norms.instance_norm,
+    F.batch_norm: norms.batch_norm,
+    torch.batch_norm: norms.torch_batch_norm,
     F.conv1d: convolution(1),
     F.conv2d: convolution(2),
     F.conv3d: convolution(3),
-    F.multi_head_attention_forward: attention,
-    torch.Tensor.expand: expand,
-    F.batch_norm: batch_norm,
+    F.prelu: elementwise.prelu,
+    torch.Tensor.prelu: elementwise.prelu,
+    torch.Tensor.expand: elementwise.expand,
+    torch.Tensor.expand_as: elementwise.expand_as,
+    torch.broadcast_to: elementwise.broadcast_to,
+    torch.Tensor.repeat: elementwise.repeat(torch.Tensor.repeat),
+    torch.tile: elementwise.repeat(torch.tile),
+    torch.Tensor.tile: elementwise.repeat(torch.Tensor.tile),
+    torch.cat: elementwise.joined(torch.cat),
+    torch.stack: elementwise.joined(torch.stack),
+    torch.Tensor.__setitem__: elementwise.set_item,
+    torch.Tensor.copy_: elementwise.copy_,
+    torch.Tensor.index_put_: elementwise.index_put_,
+    torch.lstm: recurrent.lstm,
+    torch.gru: recurrent.gru,
+    torch.rnn_tanh: recurrent.rnn_tanh,
+    torch.rnn_relu: recurrent.rnn_relu,
+    torch.lstm_cell: recurrent.lstm_cell,
+    torch.gru_cell: recurrent.gru_cell,
+    torch.rnn_tanh_cell: recurrent.rnn_cell(torch.tanh),
+    torch.rnn_relu_cell: recurrent.rnn_cell(torch.relu),
 }
-for _sum in (torch.add, torch.Tensor.add, torch.Tensor.__add__, torch.Tensor.__radd__):
-    HANDLERS[_sum] = broadcast(False, _sum)
-for _matmul in (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__):
-    HANDLERS[_matmul] = matmul(_matmul)
-for _scale in (torch.mul, torch.Tensor.mul, torch.Tensor.__mul__, torch.Tensor.__rmul__):
-    HANDLERS[_scale] = broadcast(True, _scale)
+if hasattr(F, "grouped_mm"):
+    HANDLERS[F.grouped_mm] = products.grouped_mm
+for _matmul in (
+    torch.matmul,
+    torch.Tensor.matmul,
+    torch.Tensor.__matmul__,
+    torch.Tensor.__rmatmul__,
+    torch.mm,
+    torch.Tensor.mm,
+):
+    HANDLERS[_matmul] = products.matmul(_matmul)

@@ -12,15 +12,9 @@ from torch.nn import functional as F
 
 from microclip.engines.base import CannotFuseError
 from microclip.engines.fused import native
-from microclip.engines.fused.elementwise import Broadcast, note_sum
 from microclip.engines.fused.formed import Formed
-from microclip.engines.fused.record import (
-    Handler,
-    Recorder,
-    apply,
-    as_it_is,
-    without_dispatch,
-)
+from microclip.engines.fused.owners import refuse_gradients_of_nobody
+from microclip.engines.fused.record import Handler, Recorder, apply
 
 
 class _LayerNorm(torch.autograd.Function):
@@ -63,34 +57,57 @@ def layer_norm(
     eps: float = 1e-5,
 ) -> Tensor:
     """F.layer_norm: scale and shift of normalised rows."""
+    parameters = [each for each in (weight, bias) if each is not None]
+    if recorder.any_depends(parameters) or not recorder.depends(input):
+        with recorder:
+            plain = F.layer_norm(input, list(normalized_shape), eps=eps)
+            return _scaled_and_shifted(plain, weight, bias)
     w, b = recorder.name(weight), recorder.name(bias)
-    recorder.check(input, w or b)
+    state = recorder.owned(input, w or b)
+    if state.axis is None or state.axis >= input.dim() - len(normalized_shape):
+        raise CannotFuseError(f"LayerNorm {w or b!r} normalises over the examples.")
     recorder.expect(w, b)
-    arrange, groups = recorder.arrangement, recorder.groups
-    rows = (groups.examples, -1, *normalized_shape)
-    is_plain = len(groups.blocks) == 1 and arrange is as_it_is
+    groups = recorder.groups
+    owners = state.owners
+    regular = owners.base is None and state.axis == 0 and owners.outer == 1
+    is_plain = len(groups.blocks) == 1 and regular
+    shape = list(normalized_shape)
+    leading = input.dim() - len(shape)
 
     def note(x: Tensor, mean: Tensor, rstd: Tensor, d: Tensor) -> None:
+        refuse_gradients_of_nobody(d, state.axis, owners, w or b)
         rows_of_each = mean.numel() // len(groups)
         if w and b and is_plain and native.adds_up(rows_of_each, x, mean, rstd, d):
             scales, shifts = native.layer_norm(x, mean, rstd, d, len(groups))
-            recorder.on_use(w, Formed(scales.view(-1, *normalized_shape)))
-            recorder.on_use(b, Formed(shifts.view(-1, *normalized_shape)))
+            recorder.on_use(w, Formed(scales.view(-1, *shape)))
+            recorder.on_use(b, Formed(shifts.view(-1, *shape)))
             return
-        if b is not None:
-            recorder.on_use(b, recorder.formed(arrange(d).reshape(rows)))
-        if w is not None:
-            products = arrange((x - mean).mul_(d)).reshape(*rows[:2], math.prod(normalized_shape))
-            scales = arrange(rstd).reshape(rows[0], 1, -1).to(products.dtype)
-            sums = groups.sum(torch.bmm(scales, products))
-            recorder.on_use(w, Formed(sums.view(-1, *normalized_shape)))
 
-    scale, shift = (None if tensor is None else tensor.detach() for tensor in (weight, bias))
-    shape = list(normalized_shape)
-    if recorder.can_tap(input):
-        out, mean, rstd = torch.native_layer_norm(input, shape, scale, shift, eps)
-        return recorder.tap(out, note, input, mean.detach(), rstd.detach())
-    return apply(_LayerNorm, recorder.anchor, input, shape, scale, shift, eps, note)
+        def rows(tensor: Tensor) -> Tensor:
+            return recorder.rows(tensor.reshape(*tensor.shape[:leading], -1), state)
+
+        if b is not None:
+            recorder.on_use(b, Formed(recorder.formed(rows(d)).gradients.view(-1, *shape)))
+        if w is not None:
+            products = rows((x - mean).mul_(d))
+            sums = groups.sum(torch.bmm(rows(rstd).mT.to(products.dtype), products))
+            recorder.on_use(w, Formed(sums.view(-1, *shape)))
+
+    with recorder.untracked():
+        scale, shift = (None if tensor is None else tensor.detach() for tensor in (weight, bias))
+        if recorder.can_tap(input):
+            out, mean, rstd = torch.native_layer_norm(input, shape, scale, shift, eps)
+            result = recorder.tap(out, note, input, mean.detach(), rstd.detach())
+        else:
+            noted = recorder.noted(note)
+            result = apply(_LayerNorm, recorder.anchor, input, shape, scale, shift, eps, noted)
+    return recorder.own(result, state)
+
+
+def _scaled_and_shifted(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    """Return x * weight + bias, whatever they are; called where parameters are recorded."""
+    x = x if weight is None else x * weight
+    return x if bias is None else x + bias
 
 
 class _GroupNorm(torch.autograd.Function):
@@ -145,18 +162,29 @@ def group_norm(
     eps: float = 1e-5,
 ) -> Tensor:
     """F.group_norm: scale and shift of normalised channels."""
+    parameters = [each for each in (weight, bias) if each is not None]
+    if recorder.any_depends(parameters) or not recorder.depends(input):
+        with recorder:
+            plain = F.group_norm(input, num_groups, eps=eps)
+            return _by_channel(plain, weight, bias)
     w, b = recorder.name(weight), recorder.name(bias)
-    recorder.check(input, w or b)
+    state = recorder.owned(input, w or b)
+    if state.axis != 0:
+        raise CannotFuseError(f"GroupNorm {w or b!r} does not have the examples first.")
     recorder.expect(w, b)
 
     def note(scales: Tensor, shifts: Tensor) -> None:
+        refuse_gradients_of_nobody(shifts, 0, state.owners, w or b)
         if b is not None:
-            recorder.on_use(b, recorder.formed(recorder.rows(shifts)))
+            recorder.on_use(b, recorder.formed(recorder.rows(shifts, state)))
         if w is not None:
-            recorder.on_use(w, recorder.formed(recorder.rows(scales)))
+            recorder.on_use(w, recorder.formed(recorder.rows(scales, state)))
 
-    held = [None if tensor is None else tensor.detach() for tensor in (weight, bias)]
-    return apply(_GroupNorm, recorder.anchor, input, num_groups, *held, eps, note)
+    with recorder.untracked():
+        held = [None if tensor is None else tensor.detach() for tensor in (weight, bias)]
+        noted = recorder.noted(note)
+        result = apply(_GroupNorm, recorder.anchor, input, num_groups, *held, eps, noted)
+    return recorder.own(result, state)
 
 
 def rms_norm(
@@ -167,29 +195,72 @@ def rms_norm(
     eps: float | None = None,
 ) -> Tensor:
     """F.rms_norm: scale of normalised rows."""
-    normalised = F.rms_norm(input, list(normalized_shape), eps=eps)
-    return _scale_and_shift(recorder, normalised, weight, None, normalized_shape)
+    with recorder:
+        return _scaled_and_shifted(
+            F.rms_norm(input, list(normalized_shape), eps=eps), weight, None
+        )
 
 
-def _scale_and_shift(
-    recorder: Recorder, x: Tensor, weight: Tensor | None, bias: Tensor | None, goal: Sequence[int]
+def _by_channel(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    """Return x with a scale and a shift for each channel; called where parameters are recorded."""
+    shape = (-1, *(1,) * (x.dim() - 2))
+    return _scaled_and_shifted(
+        x,
+        None if weight is None else weight.view(shape),
+        None if bias is None else bias.view(shape),
+    )
+
+
+def instance_norm(
+    recorder: Recorder,
+    input: Tensor,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
 ) -> Tensor:
-    for parameter, product in ((weight, True), (bias, False)):
-        name = recorder.name(parameter)
-        if parameter is None:
-            continue
-        if name is None:
-            x = x * parameter.view(goal) if product else x + parameter.view(goal)
-            continue
-        recorder.check(x, name)
-        recorder.expect(name)
-        note = note_sum(recorder, name, parameter.shape, goal)
-        x = apply(Broadcast, recorder.anchor, x, parameter.detach().view(goal), product, note)
-    return x
+    """F.instance_norm: statistics of every example's own."""
+    options = (use_input_stats, momentum, eps)
+    with recorder:
+        plain = F.instance_norm(input, running_mean, running_var, None, None, *options)
+        return _by_channel(plain, weight, bias)
 
 
-def batch_norm(recorder: Recorder, *args: Any, **kwargs: Any) -> Any:
+def batch_norm(
+    recorder: Recorder,
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Any:
     """F.batch_norm, which mixes examples unless it is in evaluation mode."""
-    if kwargs.get("training", args[5] if len(args) > 5 else False):
+    if training and recorder.depends(input):
         raise CannotFuseError("BatchNorm in training mode mixes examples.")
-    return recorder.anything(recorder, without_dispatch(F.batch_norm), args, kwargs)
+    options = (training, momentum, eps)
+    with recorder:
+        plain = F.batch_norm(input, running_mean, running_var, None, None, *options)
+        return _by_channel(plain, weight, bias)
+
+
+def torch_batch_norm(
+    recorder: Recorder,
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+    cudnn_enabled: bool,
+) -> Any:
+    """torch.batch_norm, the same with its arguments in another order."""
+    stats = (running_mean, running_var)
+    return batch_norm(recorder, input, *stats, weight, bias, training, momentum, eps)

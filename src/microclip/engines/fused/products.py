@@ -1,4 +1,4 @@
-"""Weights that multiply rows: linear layers in all their spellings, look-ups, attention."""
+"""Weights that multiply rows: linear layers in all their spellings, look-ups."""
 
 from __future__ import annotations
 
@@ -12,13 +12,10 @@ from torch.nn import functional as F
 from microclip import multitensor
 from microclip.engines.base import CannotFuseError
 from microclip.engines.fused import native
+from microclip.engines.fused.elementwise import pointwise
+from microclip.engines.fused.owners import Opaque, Owned, refuse_gradients_of_nobody
 from microclip.engines.fused.plan import WRITING, WRITING_BESIDE_HALVES, Weight
-from microclip.engines.fused.record import (
-    Handler,
-    Recorder,
-    apply,
-    without_dispatch,
-)
+from microclip.engines.fused.record import Handler, Recorder, apply
 from microclip.engines.fused.uses import Lines, Rows
 
 
@@ -53,60 +50,138 @@ class _Linear(torch.autograd.Function):
 
 def linear(recorder: Recorder, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """F.linear; also what a tied head does with an embedding table."""
-    return _product(recorder, input, weight, bias, transposed=False)
+    return _product(recorder, F.linear, input, weight, bias, transposed=False)
 
 
-def addmm(recorder: Recorder, input: Tensor, mat1: Tensor, mat2: Tensor, **options: Any) -> Tensor:
+def addmm(
+    recorder: Recorder,
+    input: Tensor,
+    mat1: Tensor,
+    mat2: Tensor,
+    *,
+    beta: float = 1,
+    alpha: float = 1,
+    out: Any = None,
+) -> Tensor:
     """torch.addmm(bias, x, W): a linear layer whose weight lies on its side, as in GPT-2."""
-    if options or not recorder.follows(mat1) or recorder.follows(input) or recorder.follows(mat2):
-        name = recorder.name(input) or recorder.name(mat2) or recorder.name(mat1)
-        raise CannotFuseError(f"The single-pass engine cannot take apart addmm() on {name!r}.")
-    return _product(recorder, mat1, mat2, input, transposed=True)
+    args = (input, mat1, mat2)
+    plain = beta == alpha == 1 and out is None and recorder.depends(mat1)
+    if plain and not recorder.depends(input) and not recorder.depends(mat2):
+        return _product(recorder, torch.addmm, mat1, mat2, input, transposed=True)
+    if not recorder.any_depends(args):
+        return recorder.derive(torch.addmm, args, {"beta": beta, "alpha": alpha})  # type: ignore[no-any-return]
+    product = matmul(torch.matmul)(recorder, mat1, mat2)
+    product = product if alpha == 1 else product * alpha
+    added = input if beta == 1 else pointwise(recorder, torch.mul, (input, beta), {})
+    return _plus(recorder, product, added)
 
 
 def matmul(function: Any) -> Handler:
     """Return the handler of x @ W, a linear layer whose weight lies on its side."""
 
-    def handler(recorder: Recorder, a: Any, b: Any, **options: Any) -> Any:
-        if recorder.follows(a) and a.dim() > 1 and recorder.name(b) and b.dim() == 2:
-            return _product(recorder, a, b, None, transposed=True)
-        if recorder.follows(a) or recorder.follows(b):
-            return recorder.anything(recorder, function, (a, b), options)
-        return recorder.derive(function, (a, b), options)
+    def handler(
+        recorder: Recorder, a: Any = None, b: Any = None, *, out: Any = None, **named: Any
+    ) -> Any:
+        if out is not None:
+            raise CannotFuseError("The single-pass engine cannot follow matmul(out=...).")
+        for name in ("input", "self", "other", "mat2", "tensor2"):  # the spellings of a and b
+            if name in named:
+                a, b = (named[name], b) if a is None else (a, named[name])
+        if not (recorder.is_recorded(a) or recorder.is_recorded(b)):
+            return torch.matmul(a, b)
+        if function is torch.Tensor.__rmatmul__:
+            a, b = b, a
+        if recorder.is_recorded(b) and not recorder.is_recorded(a) and b.dim() == 2 and a.dim() > 1:
+            return _product(recorder, torch.matmul, a, b, None, transposed=True)
+        if recorder.any_depends([a, b]):
+            return recorder.anything(recorder, torch.matmul, (a, b), {})
+        return recorder.derive(torch.matmul, (a, b), {})
 
     return handler
 
 
+def _plus(recorder: Recorder, x: Tensor, bias: Tensor | None) -> Tensor:
+    """Add a bias, recorded or not."""
+    if bias is None:
+        return x
+    if recorder.is_recorded(bias):
+        return pointwise(recorder, torch.add, (x, bias), {})  # type: ignore[no-any-return]
+    return x + bias
+
+
 def _product(
-    recorder: Recorder, x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool
+    recorder: Recorder,
+    func: Any,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    transposed: bool,
 ) -> Tensor:
+    if not recorder.is_recorded(x):
+        x = recorder.adopt(x)
+    if recorder.depends(weight) or recorder.depends(bias):
+        # a weight of each example's own: autograd has its gradient, the parameter's is the other's
+        if recorder.is_recorded(weight):
+            product = _product(recorder, func, x, weight, None, transposed)
+        else:
+            product = x @ (weight if transposed else weight.mT)
+        return _plus(recorder, product, bias)
+    if not recorder.depends(x):
+        args = (bias, x, weight) if func is torch.addmm else (x, weight)
+        args = (*args, bias) if func is F.linear else args
+        return recorder.derive(func, args, {})  # type: ignore[no-any-return]
     w, b = recorder.name(weight), recorder.name(bias)
-    if not recorder.follows(x) or (w is None and weight.requires_grad):
-        raise CannotFuseError(f"Parameter {w or b!r} takes part in a product without examples.")
-    recorder.check(x, w or b)
+    if weight.dim() != 2 or (bias is not None and bias.dim() > 1):
+        product = recorder.anything(recorder, F.linear, (x, weight), {})
+        return _plus(recorder, product, bias)
+    state = recorder.owned(x, w or b)
+    if state.axis == x.dim() - 1 and x.dim() > 1:
+        raise CannotFuseError(
+            f"Parameter {w or b!r} multiplies along the dimension that the examples lie along, "
+            "which mixes them."
+        )
+    if x.dim() == 1:
+        state = Owned(None, state.owners)
     recorder.expect(w, b)
     if w is not None:
-        p, q = weight.shape if transposed else weight.shape[::-1]
-        rows, added_up = math.prod(x.shape[:-1]), multitensor.accumulation_dtype(x)
-        kept, each = rows * q * x.element_size(), rows // recorder.groups.examples
-        short = each * recorder.groups.largest <= native.MOST_ROWS
-        halved = short and native.knows(added_up, x.device)
-        worth = WRITING_BESIDE_HALVES if halved else WRITING
-        recorder.weights[w] = Weight(each, p, q, added_up.itemsize, kept, worth)
-    arrange = recorder.arrangement
+        recorder.weights[w] = _as_weight(recorder, x, weight, state, transposed)
 
     def note(x: Tensor, d: Tensor) -> None:
-        deltas = recorder.rows(arrange(d))
+        d = d.view(*x.shape[:-1], d.shape[-1])  # a tap has it before it got its shape
+        refuse_gradients_of_nobody(d, state.axis, state.owners, w or b)
+        deltas = recorder.rows(d, state)
         if w is not None:
-            recorder.on_use(w, Rows(recorder.rows(arrange(x)), deltas, transposed))
+            recorder.on_use(w, Rows(recorder.rows(x, state), deltas, transposed))
         if b is not None:
             recorder.on_use(b, recorder.formed(deltas))
 
-    held = None if bias is None else bias.detach()
-    seen = weight.detach().mT if transposed else weight.detach()
-    if recorder.can_tap(x):
-        return recorder.tap(F.linear(x, seen, held), note, x)
-    return apply(_Linear, recorder.anchor, x, seen, held, note)
+    with recorder.untracked():
+        held = None if bias is None else bias.detach()
+        seen = weight.detach().mT if transposed else weight.detach()
+        if recorder.can_tap(x):
+            result = recorder.tap(F.linear(x, seen, held), note, x)
+        else:
+            result = apply(_Linear, recorder.anchor, x, seen, held, recorder.noted(note))
+    return recorder.own(result, state)
+
+
+def _as_weight(
+    recorder: Recorder, x: Tensor, weight: Tensor, state: Owned, transposed: bool
+) -> Weight:
+    """Return what it takes to keep a weight's rows, or its gradients."""
+    p, q = weight.shape if transposed else weight.shape[::-1]
+    rows, added_up = math.prod(x.shape[:-1]), multitensor.accumulation_dtype(x)
+    examples, owners = recorder.groups.examples, state.owners
+    if owners.base is None:
+        each = rows // examples
+    else:  # with zeros in place of missing rows
+        index = owners.padded[0]
+        each = index.shape[1] * (rows // max(1, len(owners)))
+    kept = examples * each * q * x.element_size()
+    short = each * recorder.groups.largest <= native.MOST_ROWS
+    halved = short and native.knows(added_up, x.device)
+    worth = WRITING_BESIDE_HALVES if halved else WRITING
+    return Weight(each, p, q, added_up.itemsize, kept, worth)
 
 
 class _Embedding(torch.autograd.Function):
@@ -132,40 +207,120 @@ def embedding(
     sparse: bool = False,
 ) -> Any:
     """F.embedding: a linear layer of one-hot rows."""
-    name = recorder.names[id(weight)]
+    if not recorder.is_recorded(weight):
+        raise CannotFuseError("The single-pass engine cannot look parameters up as indices.")
+    name = recorder.name(weight)
+    assert name is not None
     if max_norm is not None or scale_grad_by_freq or sparse:
         raise CannotFuseError(
             f"Embedding {name!r} uses max_norm, scale_grad_by_freq or sparse gradients."
         )
-    expanded = input.dim() > 1 and input.shape[0] == recorder.groups.examples > 1
-    if expanded and input.stride(0) == 0:
-        recorder.follow(input)  # one line of positions or types, repeated for every example
-    if not recorder.follows(input):  # the same lines for all examples
+    input = recorder.adopt(input)
+    if not recorder.depends(input):  # the same lines for all examples
         return recorder.derive(F.embedding, (input, weight), {"padding_idx": padding_idx})
-    recorder.check(input, name)
+    state = recorder.owned(input, name)
     recorder.expect(name)
-    arrange, lines = recorder.arrangement, weight.shape[0]
+    lines = weight.shape[0]
 
     def note(d: Tensor) -> None:
-        deltas = recorder.rows(arrange(d))
-        indices = arrange(input).reshape(deltas.shape[:2])
+        refuse_gradients_of_nobody(d, state.axis, state.owners, name)
+        deltas = recorder.rows(d, state)
+        indices = recorder.rows(input.unsqueeze(-1), state).squeeze(-1)
         if padding_idx is not None:
             deltas = deltas.masked_fill((indices == padding_idx % lines).unsqueeze(2), 0.0)
         recorder.on_use(name, Lines(indices, deltas, lines))
 
-    return apply(_Embedding, recorder.anchor, input, weight.detach(), note)
+    with recorder.untracked():
+        result = apply(_Embedding, recorder.anchor, input, weight.detach(), recorder.noted(note))
+    return recorder.own(result, state)
 
 
-def attention(recorder: Recorder, query: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """F.multi_head_attention_forward, inside of which the examples are the second dimension."""
-    if query.dim() != 3:
-        raise CannotFuseError("The single-pass engine needs attention to be given batches.")
-    examples = recorder.groups.examples
+def get_item(recorder: Recorder, table: Tensor, index: Any) -> Any:
+    """p[indices], which looks lines of a table up if the examples have a say in it."""
+    if isinstance(index, Tensor) and recorder.depends(index) and index.dtype == torch.long:
+        return _looked_up(recorder, table, index)
+    if recorder.any_depends([table, index]):
+        return recorder.anything(recorder, torch.Tensor.__getitem__, (table, index), {})
+    return recorder.derive(torch.Tensor.__getitem__, (table, index), {})
 
-    def arrangement(tensor: Tensor) -> Tensor:
-        if tensor.dim() < 3:  # (positions x examples, features)
-            tensor = tensor.view(-1, examples, *tensor.shape[1:])
-        return tensor.transpose(0, 1)
 
-    with recorder.arranged(arrangement), recorder:
-        return without_dispatch(F.multi_head_attention_forward)(query, *args, **kwargs)
+def index_select(recorder: Recorder, input: Tensor, dim: int, index: Tensor) -> Any:
+    """p.index_select(0, indices)."""
+    if recorder.depends(index) and not recorder.depends(input) and dim % input.dim() == 0:
+        return _looked_up(recorder, input, index)
+    if recorder.any_depends([input, index]):
+        return recorder.anything(recorder, torch.index_select, (input, dim, index), {})
+    return recorder.derive(torch.index_select, (input, dim, index), {})
+
+
+def _looked_up(recorder: Recorder, table: Tensor, index: Tensor) -> Tensor:
+    lines, rest = table.shape[0], table.shape[1:]
+    flat = table
+    if table.dim() != 2:
+        flat = recorder.derive(torch.Tensor.reshape, (table, (lines, -1)), {})
+    found = embedding(recorder, index % lines, flat)
+    return found if table.dim() == 2 else found.unflatten(-1, rest) if rest else found.squeeze(-1)  # type: ignore[no-any-return]
+
+
+def embedding_bag(
+    recorder: Recorder,
+    input: Tensor,
+    weight: Tensor,
+    offsets: Tensor | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2,
+    scale_grad_by_freq: bool = False,
+    mode: str = "mean",
+    sparse: bool = False,
+    per_sample_weights: Tensor | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int | None = None,
+) -> Any:
+    """F.embedding_bag: lines of a table, added up for each bag."""
+    name = recorder.first_name([weight, per_sample_weights])
+    if input.dim() != 2 or offsets is not None or max_norm is not None or scale_grad_by_freq:
+        raise CannotFuseError(
+            f"EmbeddingBag {name!r} has bags given by offsets, max_norm or scale_grad_by_freq."
+        )
+    if sparse:
+        raise CannotFuseError(f"EmbeddingBag {name!r} has sparse gradients.")
+    if recorder.is_recorded(weight):
+        lines = embedding(recorder, input, weight)
+    else:
+        lines = F.embedding(input, weight)
+    real = torch.ones_like(input, dtype=torch.bool)
+    if padding_idx is not None:
+        real = input != padding_idx % weight.shape[0]
+    with recorder:
+        if mode == "max":
+            masked = lines.masked_fill(~real.unsqueeze(2), -torch.inf).amax(1)
+            return torch.where(real.any(1, keepdim=True), masked, 0)
+        lines = lines * real.unsqueeze(2)
+        if per_sample_weights is not None:
+            lines = lines * per_sample_weights.unsqueeze(2)
+        total = lines.sum(1)
+        return total if mode == "sum" else total / real.sum(1, keepdim=True).clamp(min=1)
+
+
+def grouped_mm(
+    recorder: Recorder, input: Tensor, mat2: Tensor, *, offs: Any = None, **options: Any
+) -> Any:
+    """Rows that are multiplied with one of several matrices, an expert's each."""
+    if not recorder.is_recorded(mat2) or input.dim() != 2 or mat2.dim() != 3 or offs is None:
+        if recorder.any_depends([input, mat2]):
+            raise CannotFuseError(
+                "The single-pass engine cannot take apart this grouped product of parameter "
+                f"{recorder.first_name([input, mat2])!r}."
+            )
+        return recorder.derive(torch._grouped_mm, (input, mat2), {"offs": offs, **options})
+    if isinstance(recorder.state(input), Opaque) or not recorder.depends(input):
+        recorder.owned(input, recorder.name(mat2))
+    ends = [0, *offs.tolist()]
+    parts = []
+    with recorder:
+        for expert, (start, stop) in enumerate(zip(ends[:-1], ends[1:], strict=True)):
+            if stop > start:
+                parts.append(input[start:stop] @ mat2[expert])
+        if ends[-1] < len(input):  # rows beyond the last group are left as they come
+            parts.append(input.new_zeros(len(input) - ends[-1], mat2.shape[2]))
+    return torch.cat(parts)

@@ -3,15 +3,14 @@
 Inside `Recorder`, every torch function that gets a trainable parameter is replaced by one that
 calculates the same, passes gradients on to its inputs, and notes what the parameter's gradient is
 made of. The replacements are in `layers` and `anything`; what they cannot do is refused by name.
+Which example a row belongs to is the tracker's business.
 
-The recorder also follows which tensors depend on the examples. A parameter that meets none of
-them (positions looked up in a table, a transposed weight) gives a *derived* tensor, which is
-recorded like a parameter and differentiated back to it at the end.
+A parameter that meets no example (positions looked up in a table, a transposed weight) gives a
+*derived* tensor, which is recorded like a parameter and differentiated back to it at the end.
 """
 
 from __future__ import annotations
 
-import itertools
 import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
@@ -28,36 +28,53 @@ from microclip.engines.base import CannotFuseError
 from microclip.engines.fused.budget import Meter
 from microclip.engines.fused.formed import Formed, Use
 from microclip.engines.fused.groups import Groups
+from microclip.engines.fused.owners import (
+    DERIVED,
+    Opaque,
+    Owned,
+    Owners,
+    State,
+    arranged,
+    refuse_gradients_of_nobody,
+)
 from microclip.engines.fused.plan import Weight
+from microclip.engines.fused.tracker import Tracker
 
-_MARK = "_microclip_follows"  # an attribute of tensors; a weak table of them takes far longer
-_serials = itertools.count(1)
 _CONTAINERS = (list, tuple, dict)
 
 Handler = Callable[..., Any]
-# from a tensor with the examples somewhere in it to one with them along the first dimension
-Arrangement = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
 class Derived:
-    """A tensor calculated from parameters alone."""
+    """A tensor calculated from parameters alone, as it was when examples met it."""
 
-    value: Tensor
+    edge: GradientEdge  # later changes in place are not of this one
+    shape: torch.Size
     leaves: dict[str, Tensor]  # stand-ins of all the parameters, by name
 
     def pull_back(self, gradients: Tensor) -> dict[str, Tensor]:
         """Return the parameters' gradients, per micro-batch, from those of this tensor."""
         names = list(self.leaves)
-        found = torch.autograd.grad(
-            self.value,
-            [self.leaves[name] for name in names],
-            gradients,
+        try:
+            found = self._back(gradients, True)
+        except RuntimeError:  # something on the way cannot be vectorised
+            rows = [self._back(gradient, False) for gradient in gradients]
+            found = tuple(
+                None if each[0] is None else torch.stack(list(each))  # type: ignore[arg-type]
+                for each in zip(*rows, strict=True)
+            )
+        return {n: g for n, g in zip(names, found, strict=True) if g is not None}
+
+    def _back(self, gradient: Tensor, batched: bool) -> tuple[Tensor | None, ...]:
+        return torch.autograd.grad(
+            (self.edge,),
+            list(self.leaves.values()),
+            (gradient,),
             retain_graph=True,
-            is_grads_batched=True,
+            is_grads_batched=batched,
             allow_unused=True,
         )
-        return {n: g for n, g in zip(names, found, strict=True) if g is not None}
 
 
 class Recorder(TorchFunctionMode):
@@ -71,9 +88,13 @@ class Recorder(TorchFunctionMode):
         handlers: dict[Any, Handler],
         anything: Handler,
         is_tight: bool = False,
+        model: nn.Module | None = None,
+        adopts: bool = True,
     ) -> None:
         super().__init__()
         self.is_tight = is_tight  # memory goes before time
+        self.adopts = adopts  # constants with a row for each example are taken for theirs
+        self.adopted = False  # whether any were
         self._handlers = handlers
         self.anything = anything  # for functions that have no handler
         self.groups = groups
@@ -82,16 +103,33 @@ class Recorder(TorchFunctionMode):
         self.weights: dict[str, Weight] = {}  # those that multiplied rows, as last seen
         self.derived: dict[str, Derived] = {}
         self.on_use: Callable[[str, Use], None] = _nobody
-        self.arrangement: Arrangement = as_it_is
+        self.is_final = False  # whether the backward pass at work is the one of the losses
         self._parameters = parameters
         self._leaves: dict[str, Tensor] = {}
         self._meter: tuple[Any, Any] | None = None  # hooks of our own
-        self._serial = next(_serials)  # marks the tensors that depend on the examples
-        for tensor in examples:
-            self.follow(tensor)
+        self.tracker = Tracker(groups.examples, model)
+        self._derived_ids = self.tracker.derived
+        self._examples = examples
         device = next(iter(parameters.values())).device
         # makes outputs differentiable where inputs are data and weights are kept out
         self.anchor = torch.zeros((), device=device, requires_grad=True)
+
+    def __enter__(self) -> Recorder:
+        super().__enter__()
+        return self
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Inside the block, owners are followed and uses of parameters are noted."""
+        try:
+            for tensor in self._examples:
+                self.tracker.set(tensor, self.tracker.along_first)
+            with self.tracker, self:
+                yield
+        finally:
+            for tensor in self._examples:
+                tensor.__dict__.pop(self.tracker.mark, None)
+            self.tracker.close()
 
     def __torch_function__(
         self,
@@ -101,82 +139,146 @@ class Recorder(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         # called for everything that a model does: it must be quick
-        follows = uses = False
-        names, serial = self.names, self._serial
+        names, derived = self.names, self._derived_ids
         for argument in (*args, *kwargs.values()) if kwargs else args:
             if isinstance(argument, Tensor):
-                tensors: Sequence[Tensor] = (argument,)
-            elif isinstance(argument, _CONTAINERS):
-                tensors = tensors_in(argument)
-            else:
-                continue
-            for tensor in tensors:
-                if getattr(tensor, _MARK, 0) == serial:
-                    follows = True
-                if id(tensor) in names:
-                    uses = True
-        if uses and torch.is_grad_enabled():
-            result = self._record(func, args, kwargs or {}, follows)
+                if id(argument) in names or id(argument) in derived:
+                    break
+            elif isinstance(argument, _CONTAINERS) and any(
+                id(tensor) in names or id(tensor) in derived for tensor in tensors_in(argument)
+            ):
+                break
         else:
-            result = func(*args, **kwargs) if kwargs else func(*args)
-        if follows:
-            if isinstance(result, Tensor):
-                self.follow(result)
-            elif isinstance(result, _CONTAINERS):
-                for tensor in tensors_in(result):
-                    self.follow(tensor)
-        return result
+            return func(*args, **kwargs) if kwargs else func(*args)
+        if not torch.is_grad_enabled():
+            return func(*args, **kwargs) if kwargs else func(*args)
+        return self.record(func, args, kwargs or {})
 
-    def _record(self, func: Any, args: Any, kwargs: Any, follows: bool) -> Any:
+    def record(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Carry out a function that gets something recorded."""
+        from microclip.engines.fused import elementwise
+
         if func in self._handlers:
             return self._handlers[func](self, *args, **kwargs)
         if is_composite(func):
             with self:  # look inside
                 return without_dispatch(func)(*args, **kwargs)
-        if not follows:
+        if elementwise.is_pointwise(func):
+            return elementwise.pointwise(self, func, args, kwargs)
+        if not self.any_depends(args, kwargs):
             return self.derive(func, args, kwargs)
         return self.anything(self, func, args, kwargs)
 
     def derive(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Calculate from parameters alone, keeping the way back to them."""
-        result = func(*self._stand_in(args), **self._stand_in(kwargs))
-        for tensor in tensors_in(result):
-            if tensor.requires_grad and id(tensor) not in self.names:
-                name = f"{self.first_name((args, kwargs))}, derived {len(self.derived)}"
-                self.names[id(tensor)] = name
-                self.derived[name] = Derived(tensor, self._leaves)  # which also keeps its id
-        return result
+        return func(*self._stand_in(args), **self._stand_in(kwargs))
 
     def _stand_in(self, tree: Any) -> Any:
         """Replace parameters by leaves of their own, where the way back ends."""
 
         def leaf(tensor: Tensor) -> Tensor:
             name = self.names.get(id(tensor))
-            if name is None or name not in self._parameters:
-                return tensor
-            if name not in self._leaves:
-                self._leaves[name] = tensor.detach().requires_grad_()
-            return self._leaves[name]
+            return tensor if name is None else self._leaf(name, tensor)
 
         return map_tensors(leaf, tree)
 
+    def _leaf(self, name: str, tensor: Tensor) -> Tensor:
+        if name not in self._leaves:
+            with self.tracker.paused():
+                found = tensor.detach()
+            self._leaves[name] = found.requires_grad_()
+            self.names[id(found)] = name  # some functions return what they are given
+            self.tracker.set(found, DERIVED)
+        return self._leaves[name]
+
     def name(self, tensor: Tensor | None) -> str | None:
         """Return the name a tensor is recorded under, or None for what is not."""
-        return None if tensor is None else self.names.get(id(tensor))
+        if tensor is None:
+            return None
+        found = self.names.get(id(tensor))
+        if found is None and self.state(tensor) is DERIVED:
+            return self._name_of_derived(tensor)
+        return found
+
+    def _name_of_derived(self, tensor: Tensor) -> str:
+        edge = get_gradient_edge(tensor)
+        for name, known in self.derived.items():
+            if known.edge == edge:
+                return name
+        name = f"derived {len(self.derived)}"
+        self.derived[name] = Derived(edge, tensor.shape, self._leaves)
+        return name
+
+    def is_recorded(self, tensor: Any) -> bool:
+        """Whether a tensor is a parameter, or made of parameters alone."""
+        return isinstance(tensor, Tensor) and (
+            id(tensor) in self.names or self.state(tensor) is DERIVED
+        )
 
     def first_name(self, arguments: Any) -> str | None:
         """Return the first parameter among a function's arguments, to speak of it."""
-        names = (self.name(tensor) for tensor in tensors_in(arguments))
-        return next((name for name in names if name is not None), None)
+        found = (tensor for tensor in tensors_in(arguments) if self.is_recorded(tensor))
+        return next((self.name(tensor) for tensor in found), None)
 
-    def follows(self, tensor: Any) -> bool:
+    def state(self, tensor: Any) -> State | None:
+        """Return what is known of a tensor."""
+        return self.tracker.state(tensor)
+
+    def depends(self, tensor: Any) -> bool:
         """Whether a tensor depends on the examples."""
-        return getattr(tensor, _MARK, 0) == self._serial
+        return isinstance(self.state(tensor), Owned | Opaque)
 
-    def follow(self, tensor: Tensor) -> Tensor:
-        """Take a tensor as one that has the examples along its first dimension."""
-        setattr(tensor, _MARK, self._serial)
+    def any_depends(self, *arguments: Any) -> bool:
+        """Whether any of these does."""
+        return any(self.depends(tensor) for tensor in tensors_in(arguments))
+
+    def owned(self, tensor: Tensor, name: str | None) -> Owned:
+        """Return who owns the rows that a parameter meets, or refuse."""
+        state = self.state(tensor)
+        if isinstance(state, Opaque):
+            raise CannotFuseError(
+                f"The single-pass engine cannot tell which example owns what: parameter {name!r} "
+                f"meets the result of {state.reason}."
+            )
+        if not isinstance(state, Owned):
+            raise CannotFuseError(f"Parameter {name!r} takes part in a product without examples.")
+        if state.axis is None and tensor.dim():
+            vector = state.owners.vector().expand(tensor.shape[0])
+            return Owned(0, Owners(state.owners.examples, base=vector))
+        return state
+
+    def own(self, tensor: Tensor, state: State | None) -> Tensor:
+        """Say who owns a result."""
+        self.tracker.set(tensor, state)
         return tensor
+
+    def adopt(self, tensor: Tensor) -> Tensor:
+        """Take a constant with a row for each example for theirs, if it looks so.
+
+        That may be a mistake: then it does not go with the owners of what it meets, the result is
+        opaque, and the engine tries again without.
+        """
+        examples = self.groups.examples
+        if (
+            self.adopts
+            and examples > 1
+            and tensor.dim() > 1
+            and tensor.shape[0] == examples
+            and self.state(tensor) is None
+        ):
+            return self.adopt_as(tensor, self.tracker.along_first)
+        return tensor
+
+    def adopt_as(self, tensor: Tensor, state: Owned) -> Tensor:
+        """Return a constant, known to belong to examples."""
+        self.adopted = True
+        with self.untracked():
+            alias = tensor.detach()
+        return self.own(alias, state)
+
+    def untracked(self) -> Any:
+        """Inside the block owners are not followed, which takes less time."""
+        return torch._C._DisableTorchDispatch()
 
     def expect(self, *names: str | None) -> None:
         """Count uses that the backward pass will deliver."""
@@ -188,16 +290,6 @@ class Recorder(TorchFunctionMode):
         for name in names:
             if name is not None:
                 self.expected[name] = self.expected.get(name, 0) + 1
-
-    def check(self, tensor: Tensor, name: str | None) -> None:
-        """Make sure that the examples are along the first dimension."""
-        arranged = self.arrangement(tensor)
-        if tensor.dim() == 0 or arranged.shape[0] % self.groups.examples:
-            raise CannotFuseError(
-                f"The single-pass engine needs the examples along the first dimension, but "
-                f"parameter {name!r} meets a tensor of shape {tuple(tensor.shape)} in a batch of "
-                f"{self.groups.examples}."
-            )
 
     def weights_used_once(self) -> dict[str, Weight]:
         """Return the weights that offer a choice of how their gradients are kept."""
@@ -211,12 +303,15 @@ class Recorder(TorchFunctionMode):
         """Add up (examples, n, ...) within micro-batches."""
         return Formed(self.groups.sum_rows(values))
 
-    def rows(self, tensor: Tensor) -> Tensor:
-        """Return a tensor with the examples along the first dimension as (examples, n, width)."""
-        examples = self.groups.examples
-        if tensor.dim() == 3 and tensor.shape[0] == examples:
-            return tensor
-        return tensor.reshape(examples, -1, tensor.shape[-1])
+    def rows(self, tensor: Tensor, state: Owned) -> Tensor:
+        """Return a tensor as (examples, n, width), with the rows of each example."""
+        owners = state.owners
+        if owners.base is None and state.axis == 0 and owners.outer == owners.inner == 1:
+            if tensor.dim() == 3:
+                return tensor
+            return tensor.reshape(owners.examples, -1, tensor.shape[-1])
+        found = arranged(tensor, state.axis, owners)
+        return found.reshape(owners.examples, -1, tensor.shape[-1])
 
     def can_tap(self, x: Tensor) -> bool:
         """Whether a function of x can be left to autograd, parameters kept out, and tapped.
@@ -235,11 +330,8 @@ class Recorder(TorchFunctionMode):
             meter[0](inputs[0])
 
         def take(gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
-            if not held:
-                raise CannotFuseError(
-                    "The single-pass engine cannot follow losses that are made of gradients: "
-                    "what they are made of is differentiated twice."
-                )
+            if not self._counts() or not held:
+                return None
             if meter:
                 meter[1](held[0])
             d = gradients[0].contiguous()  # once for all that is done with it
@@ -253,6 +345,129 @@ class Recorder(TorchFunctionMode):
         node.register_prehook(take)
         return output
 
+    def noted(self, note: Callable[..., None]) -> Callable[..., None]:
+        """Return what takes note of gradients, but only of the losses'."""
+
+        def only_at_last(*values: Tensor) -> None:
+            if self._counts():
+                note(*values)
+
+        return only_at_last
+
+    def _counts(self) -> bool:
+        """Whether the backward pass at work is that of the losses, and not inside the forward pass.
+
+        There, a gradient that is to be differentiated itself would miss the parameters.
+        """
+        if torch.is_grad_enabled():
+            raise CannotFuseError(
+                "The single-pass engine cannot follow losses that are made of gradients: what they "
+                "are made of is differentiated twice."
+            )
+        return self.is_final
+
+    def rows_of_its_own(
+        self, tensor: Tensor, name: str, shape: Sequence[int], state: Owned
+    ) -> Tensor:
+        """Return a parameter as copies, one for each row of the examples' axis that it will meet.
+
+        What the backward pass brings to a copy is the gradient of the row's owner.
+
+        Args:
+            tensor: The parameter, or something derived from it.
+            name: Its name.
+            shape: What it will be broadcast to.
+            state: Who owns that.
+        """
+        with self.tracker.paused():
+            value, axis = tensor.detach(), state.axis
+            mine: Owned = state
+            whole = False  # it has as many rows as there are, each of them an owner's
+            if axis is not None:
+                place = axis - (len(shape) - tensor.dim())
+                if place < 0:
+                    value = value.reshape((1,) * -place + tuple(value.shape))
+                    place = 0
+                whole = value.shape[place] != 1
+                if not whole:
+                    sizes = list(value.shape)
+                    sizes[place] = shape[axis]
+                    value = value.expand(sizes)
+                mine = Owned(place, state.owners)
+            copies = value.detach().requires_grad_()
+        self.expect(name)
+        note = self._note_whole if whole or axis is None else self._note_copies
+
+        def take(d: Tensor) -> None:
+            if self.is_final:
+                note(name, tensor.shape, mine, d)
+
+        copies.register_hook(take)
+        return self.own(copies, mine)
+
+    def _note_copies(self, name: str, shape: torch.Size, state: Owned, d: Tensor) -> None:
+        refuse_gradients_of_nobody(d, state.axis, state.owners, name)
+        each = self.formed(arranged(d, state.axis, state.owners)).gradients
+        self.on_use(name, Formed(each.reshape(len(each), *shape)))
+
+    def _note_whole(self, name: str, shape: torch.Size, state: Owned, d: Tensor) -> None:
+        """The gradient of every micro-batch is that of its own rows, and 0 elsewhere."""
+        count = len(self.groups)
+        if count * d.numel() > MOST_ELEMENTS:
+            raise CannotFuseError(
+                f"Parameter {name!r} is spread over the rows of all examples, tensor by tensor of "
+                f"shape {tuple(shape)}: its gradients would take too much memory."
+            )
+        refuse_gradients_of_nobody(d, state.axis, state.owners, name)
+        numbers = torch.arange(count, device=d.device)
+        microbatch = self.groups.per_example(numbers)
+        owners = state.elements(d.shape, d.device)
+        of = torch.where(owners < 0, -1, microbatch[owners.clamp(min=0)])
+        mask = of.unsqueeze(0) == numbers.view(-1, *(1,) * d.dim())
+        each = torch.where(mask, d.unsqueeze(0), 0)
+        self.on_use(name, Formed(each.reshape(count, *shape)))
+
+    def pulled_back(self, uses: dict[str, list[Use]]) -> dict[str, list[Use]]:
+        """Take the uses of derived tensors away, and return what they are to the parameters."""
+        found: dict[str, list[Use]] = {}
+        for name, derived in self.derived.items():
+            if name not in uses:
+                continue
+            shape = (len(self.groups), *derived.shape)
+            total: Tensor | None = None
+            for use in uses.pop(name):
+                gradient = use.form(self.groups).reshape(shape)
+                total = gradient if total is None else total + gradient
+            assert total is not None
+            for origin, gradient in derived.pull_back(total).items():
+                found.setdefault(origin, []).append(Formed(gradient))
+        return found
+
+    def check_nothing_unseen(self) -> None:
+        """Make sure that no gradient went past the recorder."""
+        for name, tensor in (*self._parameters.items(), *self._leaves.items()):
+            if tensor.grad is not None:
+                raise CannotFuseError(
+                    f"Parameter {name!r} got a gradient in a way that the single-pass engine "
+                    "cannot see, as reentrant checkpointing and custom functions have it."
+                )
+
+    def check_losses(self, losses: Tensor) -> None:
+        """Make sure that every loss is its own example's."""
+        state = self.state(losses)
+        if isinstance(state, Opaque):
+            raise CannotFuseError(
+                "The single-pass engine cannot tell which example owns which loss: they are made "
+                f"of the result of {state.reason}."
+            )
+        if not isinstance(state, Owned):
+            raise CannotFuseError("The losses do not seem to depend on the examples.")
+        mine = self.tracker.along_first.owners.joined(state.owners) if state.axis == 0 else None
+        if mine is None:
+            raise CannotFuseError(
+                "The losses are not in the order of the examples: loss i must be of example i."
+            )
+
     def let_go(self) -> None:
         """Forget whom uses are told.
 
@@ -260,6 +475,7 @@ class Recorder(TorchFunctionMode):
         does not see, since it goes through autograd.
         """
         self.on_use = _nobody
+        self.is_final = False
 
     @contextmanager
     def metered(self, meter: Meter | None) -> Iterator[None]:
@@ -271,19 +487,8 @@ class Recorder(TorchFunctionMode):
         with torch.autograd.graph.saved_tensors_hooks(*self._meter):
             yield
 
-    @contextmanager
-    def arranged(self, arrangement: Arrangement) -> Iterator[None]:
-        """Inside the block, tensors have their examples elsewhere."""
-        before, self.arrangement = self.arrangement, arrangement
-        try:
-            yield
-        finally:
-            self.arrangement = before
 
-
-def as_it_is(tensor: Tensor) -> Tensor:
-    """Arrange nothing: the examples are along the first dimension."""
-    return tensor
+MOST_ELEMENTS = 2**26  # of gradients that are mostly zeros
 
 
 def _nobody(name: str, use: Use) -> None:
@@ -322,14 +527,18 @@ def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
         return function(tree)
     if isinstance(tree, dict):
         return {key: map_tensors(function, value) for key, value in tree.items()}
-    if isinstance(tree, list | tuple):
+    if isinstance(tree, list | tuple) and type(tree) in (list, tuple, torch.Size):
         return type(tree)([map_tensors(function, value) for value in tree])
     return tree
 
 
 def is_composite(func: Any) -> bool:
     """Whether a function is written in Python on top of others that can be looked at."""
-    return isinstance(func, types.FunctionType) and func.__module__ == F.__name__
+    return (
+        isinstance(func, types.FunctionType)
+        and func.__module__ == F.__name__
+        and "if_true" not in func.__code__.co_freevars  # one of two, chosen by an argument
+    )
 
 
 @cache

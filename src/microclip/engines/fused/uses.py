@@ -20,6 +20,7 @@ from microclip.engines.fused.formed import Formed, Pieces, Use, room_for
 from microclip.engines.fused.groups import Groups, Shares, together
 from microclip.multitensor import widened
 
+MERGING_PAYS = 4  # uses of one weight
 HALVING_PAYS = 64  # rows; the product of a matrix with itself is symmetric
 
 
@@ -237,6 +238,16 @@ def sum_of(tensors: list[Tensor]) -> Tensor:
     for tensor in tensors[1:]:
         total = total + tensor
     return total
+
+
+def merged(uses: list[Use]) -> list[Use]:
+    """Put rows of many uses together, as recurrent layers have them: pairs would be too many."""
+    rows = [use for use in uses if isinstance(use, Rows)]
+    if len(rows) < MERGING_PAYS or len({(use.inputs_first, use.deltas.dtype) for use in rows}) > 1:
+        return uses
+    inputs, deltas = (torch.cat(side, 1) for side in zip(*[(r.inputs, r.deltas) for r in rows], strict=True))
+    others = [use for use in uses if not isinstance(use, Rows)]
+    return [Rows(inputs, deltas, rows[0].inputs_first), *others]
 
 
 def squared_norms(uses: list[Use], groups: Groups) -> Tensor:

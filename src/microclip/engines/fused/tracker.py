@@ -1,0 +1,278 @@
+"""Following, through every operation of a forward pass, which example owns which part of a tensor.
+
+The tracker sees operations the way torch's dispatcher does, so that each has one spelling, and keeps
+what it knows in an attribute of the tensors. A tensor without one is a constant. What an operation
+does to owners is in `propagation`; one that is not listed there makes its result opaque, and so does
+one that mixes examples.
+
+Owners serve two ends. A parameter's gradient is taken apart by the owners of the rows that it met,
+which is right if no row has a say in another example's loss: along every differentiable way from a
+parameter to a loss, owners must not change. And a model that mixes examples is found out.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from microclip.engines.fused.owners import (
+    DERIVED,
+    NOBODY,
+    Derived,
+    Opaque,
+    Owned,
+    Owners,
+    State,
+    from_elements,
+)
+
+Rule = Callable[..., Any]
+_free_slots = list(range(1024))  # one attribute for each tracker at work, on whatever thread
+_serials = itertools.count(1)
+_CONTAINERS = (list, tuple)
+
+
+class Mark:
+    """What is known of a tensor, by whom, and since when."""
+
+    __slots__ = ("serial", "state", "time")
+
+    def __init__(self, serial: int, state: State, time: int) -> None:
+        self.serial = serial
+        self.state = state
+        self.time = time
+
+
+class _Writing:
+    """What lies in a storage since it was written to, for those who look at it by another view."""
+
+    def __init__(self, tensor: Tensor, state: State, time: int) -> None:
+        self.storage = tensor.untyped_storage()  # kept, so that no other takes its place
+        self.size, self.stride = tuple(tensor.shape), tensor.stride()
+        self.offset, self.state, self.time = tensor.storage_offset(), state, time
+
+
+class Tracker(TorchDispatchMode):
+    """Marks every tensor that depends on the examples or on recorded parameters."""
+
+    def __init__(self, examples: int, model: nn.Module | None = None) -> None:
+        super().__init__()
+        self.examples = examples
+        self.along_first = Owned(0, Owners(examples))
+        self.derived: dict[int, Tensor] = {}  # by id, and so that ids stay theirs
+        self._model = model
+        self._serial = next(_serials)
+        self._slot = _free_slots.pop(0)
+        self.mark = f"_microclip_owner_{self._slot}"
+        self._clock = 0
+        self._written: dict[int, _Writing] = {}
+
+    def close(self) -> None:
+        """Let another tracker have this one's attribute."""
+        if self._slot >= 0:
+            _free_slots.insert(0, self._slot)
+            self._slot = -1
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        # called for every operation of a model: it must be quick
+        result = func(*args, **kwargs) if kwargs else func(*args)
+        mark, serial = self.mark, self._serial
+        for argument in (*args, *kwargs.values()) if kwargs else args:
+            if isinstance(argument, Tensor):
+                found = getattr(argument, mark, None)
+                if found is not None and found.serial == serial:
+                    break
+                if argument.requires_grad and argument.grad_fn is not None:
+                    break
+            elif isinstance(argument, _CONTAINERS) and any(
+                isinstance(each, Tensor) and self.state(each) is not None for each in argument
+            ):
+                break
+        else:
+            if not self._written:
+                return result
+        self._propagate(func, args, kwargs or {}, result)
+        return result
+
+    def state(self, tensor: Any) -> State | None:
+        """Return what is known of a tensor; None: it is a constant."""
+        mark: Mark | None = getattr(tensor, self.mark, None)
+        if mark is not None and mark.serial != self._serial:
+            mark = None
+        if self._written and isinstance(tensor, Tensor):
+            newer = self._seen_anew(tensor, mark)
+            if newer is not None:
+                return newer
+        if mark is None:
+            if (
+                isinstance(tensor, Tensor)
+                and tensor.requires_grad
+                and tensor.grad_fn is not None
+            ):
+                return Opaque("a tensor whose gradient goes somewhere that cannot be seen")
+            return None
+        if mark.state is DERIVED and not tensor.requires_grad:
+            return None
+        return mark.state
+
+    def set(self, tensor: Tensor, state: State | None) -> None:
+        """Take note of what is known of a tensor."""
+        if state is None:
+            return
+        setattr(tensor, self.mark, Mark(self._serial, state, self._clock))
+        if state is DERIVED:
+            self.derived[id(tensor)] = tensor
+
+    def opaque(self, why: str) -> Opaque:
+        """Return the state of what cannot be told apart, with the place where it came about."""
+        return Opaque(why + self._place())
+
+    def _place(self) -> str:
+        """Return the innermost module at work, in words."""
+        frame = sys._getframe(1)
+        while frame is not None:
+            module = frame.f_locals.get("self") if "self" in frame.f_code.co_varnames else None
+            if isinstance(module, nn.Module):
+                return f" in {self._describe(module)}"
+            frame = frame.f_back  # type: ignore[assignment]
+        return ""
+
+    def _describe(self, module: nn.Module) -> str:
+        kind = type(module).__name__
+        if self._model is not None:
+            for name, found in self._model.named_modules():
+                if found is module:
+                    return f"module {name!r} ({kind})" if name else kind
+        return f"a {kind}"
+
+    def _propagate(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        from microclip.engines.fused.propagation import rule_for
+
+        rule, writes = rule_for(func)
+        state = rule(self, func, args, kwargs, result)
+        if writes:
+            targets = writes(args, kwargs)
+            if len(targets) == 1:
+                self.write(targets[0], state[0] if isinstance(state, list) else state)
+            else:
+                for target in targets:
+                    self.write(target, self.opaque(f"{func}()"))
+            return
+        if isinstance(result, Tensor):
+            self.set(result, state[0] if isinstance(state, list) else state)
+        elif isinstance(result, _CONTAINERS):
+            tensors = [each for each in result if isinstance(each, Tensor)]
+            states = state if isinstance(state, list) else [state] * len(tensors)
+            for tensor, each in zip(tensors, states, strict=True):
+                self.set(tensor, each)
+
+    def write(self, tensor: Tensor, state: State | None) -> None:
+        """Take note that a tensor was changed in place, for it and for all that share its memory."""
+        before = self.state(tensor)
+        if state is None or state == before:
+            return
+        self._clock += 1
+        base = tensor._base
+        if base is None or base is tensor:
+            self.set(tensor, state)
+            self._remember(tensor, state)
+            return
+        whole = self._lifted(tensor, state, base)
+        self._clock += 1
+        self.set(tensor, state)
+        self.set(base, whole)
+        self._remember(base, whole)
+
+    def _remember(self, tensor: Tensor, state: State) -> None:
+        self._written[tensor.untyped_storage()._cdata] = _Writing(tensor, state, self._clock)
+
+    def _lifted(self, view: Tensor, state: State, base: Tensor) -> State:
+        """Return the state of a tensor of which a view was written to."""
+        before = self.state(base)
+        for each in (before, state):
+            if isinstance(each, Opaque):
+                return each
+        if DERIVED in (before, state):
+            if isinstance(before, Owned) or isinstance(state, Owned):
+                return self.opaque("parameters written beside examples")
+            return DERIVED
+        assert isinstance(state, Owned)
+        with self.paused():
+            cells = self._cells(base, view)
+            if isinstance(before, Owned):
+                self._over(cells, base).copy_(before.elements(base.shape, cells.device))
+            self._over(cells, view).copy_(state.elements(view.shape, cells.device))
+            found = from_elements(self._over(cells, base), self.examples)
+        if found is False:
+            return self.opaque("examples written beside each other")
+        return found or state
+
+    def _seen_anew(self, tensor: Tensor, mark: Mark | None) -> State | None:
+        """Return the state of a tensor whose memory was written to by way of another."""
+        writing = self._written.get(tensor.untyped_storage()._cdata)
+        if writing is None or (mark is not None and mark.time >= writing.time):
+            return None
+        state = writing.state
+        if state is DERIVED:
+            return DERIVED if tensor.requires_grad else None
+        if isinstance(state, Opaque):
+            return state
+        old = mark.state if mark else None
+        if isinstance(old, Opaque):
+            return old
+        found = self._projected(writing, state, tensor, old if isinstance(old, Owned) else None)
+        if found is not None:
+            setattr(tensor, self.mark, Mark(self._serial, found, self._clock))
+        return found
+
+    def _projected(
+        self, writing: _Writing, state: Owned, view: Tensor, old: Owned | None
+    ) -> State | None:
+        with self.paused():
+            size = writing.storage.nbytes() // view.element_size() + 1
+            cells = torch.full((size,), NOBODY, device=view.device)
+            if old is not None:
+                self._over(cells, view).copy_(old.elements(view.shape, cells.device))
+            there = cells.as_strided(writing.size, writing.stride, writing.offset)
+            there.copy_(state.elements(writing.size, cells.device))
+            found = from_elements(self._over(cells, view), self.examples)
+        if found is False:
+            return self.opaque("memory that several examples share")
+        return found or None
+
+    def through_memory(self, source: Tensor, state: Owned, view: Tensor) -> State | None:
+        """Return the state of a view, whatever the function that made it, from where it lies."""
+        with self.paused():
+            cells = self._cells(source, view)
+            self._over(cells, source).copy_(state.elements(source.shape, cells.device))
+            found = from_elements(self._over(cells, view), self.examples)
+        return self.opaque("a view across examples") if found is False else (found or None)
+
+    def _cells(self, *tensors: Tensor) -> Tensor:
+        """Return one number for each element of a storage."""
+        size = tensors[0].untyped_storage().nbytes() // tensors[0].element_size() + 1
+        return torch.full((size,), NOBODY, device=tensors[0].device)
+
+    @staticmethod
+    def _over(cells: Tensor, tensor: Tensor) -> Tensor:
+        return cells.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside the block nothing is followed."""
+        with torch._C._DisableTorchDispatch(), torch.no_grad():
+            yield
+
+
+def is_derived(state: State | None) -> bool:
+    """Whether a tensor depends on parameters alone."""
+    return isinstance(state, Derived)
