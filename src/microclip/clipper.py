@@ -5,13 +5,13 @@ from __future__ import annotations
 import warnings
 from collections.abc import Hashable
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, cast, overload
 
 import torch
 from torch import Tensor, nn
 
 from microclip.distributed.ddp import Ddp
-from microclip.engines.base import CannotFuseError, Engine
+from microclip.engines.base import CannotFuseError, Engine, MismatchError
 from microclip.engines.choose import ENGINES, SCOPES, Chooser, EngineName, Scope, check
 from microclip.engines.gradients import Gradients, deposit, take, trainable
 from microclip.engines.losses import LossFn
@@ -22,6 +22,7 @@ from microclip.outcome import Outcome
 from microclip.rules import NONFINITE, MinNorm, Nonfinite, Rule
 
 if TYPE_CHECKING:
+    from microclip.engines.fused.verify import Verify
     from microclip.engines.trial import EngineReport
     from microclip.ledger import Ledger
 
@@ -59,6 +60,10 @@ class Clipper:
             free. Rules that do not stream keep a part of every chunk.
         scope: For models sharded with `fully_shard`: "rank" makes micro-batches of one rank's
             examples, "world" of what all ranks process at the same time.
+        verify: How often single passes are checked against a micro-batch alone: "rarely" (on the
+            first batch, at steps 2, 4, 8, ... and whenever the model does something new: at most 1 %
+            of the time), "always", "never", or a number n for every n-th step as well. Where they
+            differ, the step is done again by streaming, and a warning says which parameter it was.
         ledger: A `microclip.Ledger`, which then records every finished step.
     """
 
@@ -74,6 +79,7 @@ class Clipper:
         grad_scaler: torch.amp.GradScaler | None = None,
         memory_budget: int | None = None,
         scope: Scope = "rank",
+        verify: Verify = "rarely",
         ledger: Ledger | None = None,
     ) -> None:
         rule = MinNorm() if rule is None else rule
@@ -100,7 +106,8 @@ class Clipper:
         trainable(model)
         self.model = model
         self._ddp = Ddp.find(model)
-        self._chooser = Chooser(engine, model, grad_scaler, _check_budget(memory_budget), scope)
+        budget = _check_budget(memory_budget)
+        self._chooser = Chooser(engine, model, grad_scaler, budget, scope, _check_verify(verify))
         self._ranks = self._ddp.ranks if self._ddp else self._chooser.ranks
         self.policy = Policy(rule, check_size(microbatch_size), reduction, nonfinite)
         self.step = 0
@@ -310,17 +317,29 @@ class Clipper:
                 if final:
                     self._fold_whole(loss_fn, microbatches)
                     return
-                self._engine = self._engine or self._chooser.for_chunks(tally)
-                self._engine.fold(loss_fn, microbatches, final)
+                self._fold_chunk(loss_fn, microbatches)
         except BaseException as error:
             self._abandon(error, final)
             raise
+
+    def _fold_chunk(self, loss_fn: LossFn, microbatches: Cuts) -> None:
+        tally = self._current()
+        first = self._engine is None
+        self._engine = self._engine or self._chooser.for_chunks(tally)
+        try:
+            self._engine.fold(loss_fn, microbatches, final=False)
+        except MismatchError as error:
+            if not first or not self._chooser.gives_up_single_pass(error):
+                raise
+            self._tally = Tally(self.policy, self.step, self._ranks)
+            self._engine = self._chooser.for_chunks(self._current())
+            self._engine.fold(loss_fn, microbatches, final=False)
 
     def _fold_whole(self, loss_fn: LossFn, microbatches: Cuts) -> None:
         self._engine = self._chooser.for_batch(self._current(), loss_fn, microbatches)
         try:
             self._engine.fold(loss_fn, microbatches, final=True)
-        except (CannotFuseError, torch.OutOfMemoryError) as error:
+        except (CannotFuseError, MismatchError, torch.OutOfMemoryError) as error:
             # a rare branch of the model, or a batch too large, must not end a training run
             if self._engine.name != "fused" or not self._chooser.gives_up_single_pass(error):
                 raise
@@ -406,6 +425,17 @@ def _check_budget(memory_budget: object) -> int | None:
             "For two gibibytes, say 2 * 2**30."
         )
     return memory_budget
+
+
+def _check_verify(verify: object) -> Verify:
+    if verify in ("rarely", "always", "never"):
+        return cast("Verify", verify)
+    if isinstance(verify, int) and not isinstance(verify, bool) and verify > 0:
+        return verify
+    raise ValueError(
+        f'verify must be "rarely", "always", "never" or a positive number of steps, but got '
+        f"{verify!r}."
+    )
 
 
 def _one_of(what: str, value: object, allowed: tuple[str, ...]) -> None:

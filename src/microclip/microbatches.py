@@ -84,6 +84,15 @@ class Cuts(Sequence[Microbatch]):
             return Cuts(batch, positions[index], domains[index], ids[index])
         return Microbatch(batch, positions[index], domains[index], ids[index])
 
+    def chosen(self, rows: Sequence[int]) -> Cuts:
+        """Return some of the micro-batches, in the order given."""
+        return Cuts(
+            self._batch,
+            [self._positions[row] for row in rows],
+            [self.domains[row] for row in rows],
+            [self.ids[row] for row in rows],
+        )
+
     @cached_property
     def examples(self) -> int:
         """How many examples there are in all micro-batches."""
@@ -187,6 +196,11 @@ def _select(batch: Any, positions: Sequence[int]) -> Any:
         return _map(lambda leaf: leaf[start:stop], batch)
     chosen = torch.tensor(positions)
     return _map(lambda leaf: leaf.index_select(0, chosen.to(leaf.device)), batch)
+
+
+def copied(batch: Any) -> Any:
+    """Return a batch whose tensors can be changed without harm."""
+    return _map(torch.clone, batch)
 
 
 def _by_domain(labels: list[Hashable] | None, size: int) -> list[tuple[Hashable, Sequence[int]]]:

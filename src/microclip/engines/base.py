@@ -18,6 +18,10 @@ class CannotFuseError(NotImplementedError):
     """The model does something that a single pass cannot take apart into micro-batches."""
 
 
+class MismatchError(RuntimeError):
+    """A single pass gave another gradient than a micro-batch alone."""
+
+
 class Engine(ABC):
     """Made for one step; takes micro-batches with `fold` and gives the gradient with `finish`."""
 

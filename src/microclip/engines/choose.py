@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from torch import nn
 from torch.amp import GradScaler
 
-from microclip.engines.base import Engine
+from microclip.engines.base import Engine, MismatchError
 from microclip.engines.gradients import trainable
 from microclip.engines.losses import LossFn
 from microclip.engines.stream import Stream
@@ -26,6 +26,7 @@ from microclip.rules import Rule
 if TYPE_CHECKING:
     from microclip.distributed.fsdp import Fsdp
     from microclip.distributed.ranks import Ranks
+    from microclip.engines.fused.verify import Verify
     from microclip.engines.trial import EngineReport
 
 EngineName = Literal["auto", "stream", "two_pass", "fused"]
@@ -65,8 +66,11 @@ class Chooser:
         scaler: GradScaler | None,
         memory_budget: int | None,
         scope: Scope = "rank",
+        verify: Verify = "rarely",
     ) -> None:
         self.name = name
+        self.verify = verify
+        self._gave_up = False  # single passes turned out to be wrong
         self.model = model
         self.scaler = scaler
         self.memory_budget = memory_budget
@@ -109,7 +113,7 @@ class Chooser:
         """Make the engine for a step of several parts, whose number is not known."""
         if self._fsdp is not None:
             return self._for_shards(tally)
-        if self.name == "fused":
+        if self.name == "fused" and not self._gave_up:
             return self._single_pass(tally)
         two_pass = self.name == "two_pass" or not tally.policy.rule.streams
         return self._make(TwoPass if two_pass else Stream, tally)
@@ -123,6 +127,8 @@ class Chooser:
             return self._make(Stream, tally)
         if self.name != "auto":
             return self.for_chunks(tally)
+        if self._gave_up:
+            return self.for_chunks(tally)
         size = (cuts.examples, len(cuts))
         self.report = self._trial_near(size) or self._try(size, tally, loss_fn, cuts)
         if self.report.engine == "fused":
@@ -131,6 +137,9 @@ class Chooser:
 
     def gives_up_single_pass(self, error: Exception) -> bool:
         """Whether to do a batch with a certain engine, after a single pass could not."""
+        if isinstance(error, MismatchError):
+            self._no_more_single_passes(error)
+            return True
         if self.name != "auto" or self.report is None:
             return False
         (certain,) = self.report.seconds.keys() - {"fused"}
@@ -139,6 +148,18 @@ class Chooser:
         self._trials = dict.fromkeys(self._trials, self.report)
         logger.warning('engine="auto" uses %s from now on: %s', certain, reason)
         return True
+
+    def _no_more_single_passes(self, error: Exception) -> None:
+        """Stay with an engine that is certain, and say why."""
+        self._gave_up = True
+        if self.report is not None:
+            self.report = replace(self.report, engine="stream", reason=str(error))
+        warnings.warn(
+            f"{error} The step is done again, micro-batch by micro-batch, and so are all that "
+            "follow.",
+            RuntimeWarning,
+            stacklevel=6,
+        )
 
     def trials(self) -> list[dict[str, Any]]:
         """Return what was found out, for a checkpoint: timed anew, it could be something else."""
@@ -164,9 +185,11 @@ class Chooser:
     def _kept_for_single_passes(self) -> dict[str, Any]:
         """Return what goes on from step to step: what is known of the memory they need."""
         from microclip.engines.fused.budget import Budget
+        from microclip.engines.fused.verify import Verifier
 
         if not self._kept:
-            self._kept = {"budget": Budget(self.memory_budget)}
+            budget, verifier = Budget(self.memory_budget), Verifier(self.verify)
+            self._kept = {"budget": budget, "verifier": verifier}
         return self._kept
 
     def _trial_near(self, size: tuple[int, int]) -> EngineReport | None:
@@ -181,7 +204,12 @@ class Chooser:
     ) -> EngineReport:
         from microclip.engines.trial import NOT_FINITE, try_out
 
-        report = try_out(self.model, self._make, loss_fn, cuts, tally.policy)
+        verifier = self._kept_for_single_passes()["verifier"]
+        verifier.listens = True  # the trial is a check itself
+        try:
+            report = try_out(self.model, self._make, loss_fn, cuts, tally.policy)
+        finally:
+            verifier.listens = False
         if report.reason != NOT_FINITE:  # else the next batch may tell
             self._trials[size] = report
         self._announce(report)

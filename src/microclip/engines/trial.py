@@ -9,12 +9,11 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 
 import torch
-from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_pre_hook
+from torch import nn
 
-from microclip import multitensor
 from microclip.engines.base import CannotFuseError, Engine
 from microclip.engines.fused.engine import Fused
+from microclip.engines.fused.verify import AutocastWatch, Tolerance, disagreement
 from microclip.engines.gradients import Gradients
 from microclip.engines.losses import LossFn
 from microclip.engines.randomness import RandomState
@@ -29,7 +28,6 @@ ROUNDS = 3  # of which the first warms up and the others count
 MORE_ROUNDS = 6  # while it is a close race,
 CLOSE = 1.3  # one being at most so much faster,
 PATIENCE = 20.0  # and for so many seconds
-TOLERANCE, TOLERANCE_IN_HALF = 1e-4, 0.05
 
 
 @dataclass(frozen=True)
@@ -60,7 +58,7 @@ def try_out(
     devices = {parameter.device for parameter in model.parameters()}
     random_state, buffers = RandomState.now(devices), copies_of_buffers(model)
     fallback = certain(policy)
-    autocast = _AutocastWatch({device.type for device in devices})
+    autocast = AutocastWatch({device.type for device in devices})
 
     def run(engine: type[Engine]) -> tuple[Gradients, float]:
         put_back(model, buffers)
@@ -90,7 +88,7 @@ def _compare(
     fallback: type[Engine],
     before: RandomState,
     devices: set[torch.device],
-    autocast: _AutocastWatch,
+    autocast: AutocastWatch,
 ) -> EngineReport:
     seconds: dict[str, float] = {}
     rounds: list[tuple[float, float]] = []
@@ -116,24 +114,23 @@ def _compare(
             typical = median(several for _, several in rounds)
             ratio = median(single / several for single, several in rounds)
             seconds = {"fused": typical * ratio, fallback.name: typical}
-    error, suspect = _difference(fused, trusted)
+    error = _difference(fused, trusted)
     if not math.isfinite(error):
         return EngineReport(fallback.name, NOT_FINITE)
-    half = any(t.dtype in multitensor.HALF for t in (*fused.values(), *trusted.values()))
-    tolerance = TOLERANCE_IN_HALF if half or autocast.seen else TOLERANCE
-    if error > tolerance and not still:
+    tolerance = Tolerance.for_((*fused.values(), *trusted.values()), autocast.seen)
+    suspect = disagreement(fused, trusted, tolerance)
+    if suspect is not None and not still:
         return EngineReport(
             fallback.name,
             "The model draws random numbers that cannot be held still for a comparison.",
             seconds,
             error,
         )
-    if error > tolerance:
+    if suspect is not None:
         return EngineReport(
             fallback.name,
             f"A single pass gives a gradient that differs by {error:.1e} of its norm, most in "
-            f"parameter {suspect!r}: the model seems to mix examples, or to have them along "
-            "another than the first dimension.",
+            f"parameter {suspect!r}: the model seems to mix examples.",
             seconds,
             error,
             suspect,
@@ -143,40 +140,17 @@ def _compare(
     return EngineReport(faster, f"All are exact, and it is the fastest ({times}).", seconds, error)
 
 
-class _AutocastWatch:
-    """Notices whether any module computes under autocast: gradients are whole, but rounded.
-
-    Who switches it on may do so around the model (Accelerate does), so it is asked inside.
-    """
-
-    def __init__(self, device_types: set[str]) -> None:
-        self.seen = False
-        self._types = device_types
-
-    def __enter__(self) -> None:
-        self._hook = register_module_forward_pre_hook(self._ask)
-
-    def __exit__(self, *error: object) -> None:
-        self._hook.remove()
-
-    def _ask(self, module: nn.Module, inputs: object) -> None:
-        self.seen = self.seen or any(map(torch.is_autocast_enabled, self._types))
-
-
-def _difference(found: Gradients, trusted: Gradients) -> tuple[float, str]:
-    """Return the relative error of a gradient, and the parameter that has most of it."""
-    errors: dict[str, Tensor] = {}
-    for name in found.keys() | trusted.keys():
-        one, other = found.get(name), trusted.get(name)
-        if one is None or other is None:
-            only = found[name] if other is None else trusted[name]
-            errors[name] = only.double().norm()
-        else:
-            errors[name] = (one - other).double().norm()
-    worst = max(errors, key=lambda name: errors[name].item(), default="")
-    total = sum(error.item() ** 2 for error in errors.values()) ** 0.5
-    norm = sum(gradient.double().norm().item() ** 2 for gradient in trusted.values()) ** 0.5
-    return (total / norm if norm else total), worst
+def _difference(found: Gradients, trusted: Gradients) -> float:
+    """Return the error of a gradient, relative to its norm."""
+    errors = [
+        found[name] - trusted[name] if name in found and name in trusted else only
+        for name, only in (found | trusted).items()
+    ]
+    total, norm = (
+        sum(float(part.double().norm()) ** 2 for part in parts) ** 0.5
+        for parts in (errors, trusted.values())
+    )
+    return total / norm if norm else total
 
 
 def _wait_for(devices: set[torch.device]) -> None:

@@ -183,6 +183,12 @@ class Patches(Use):
         return self._cut(groups).form(groups)
 
     @override
+    def of_one(self, groups: Groups, microbatch: int) -> Tensor:
+        here = groups.examples_of(microbatch)
+        found = self.geometry.weight_gradient(self.d[here], self.x[here])
+        return found.to(multitensor.accumulation_dtype(found))
+
+    @override
     def add_to(self, total: Tensor | None, shares: Shares) -> Tensor:
         each = shares.as_(self.d.dtype).of_examples.view(-1, *(1,) * (self.d.dim() - 1))
         found = self.geometry.weight_gradient(self.d * each, self.x)
@@ -274,6 +280,14 @@ class CutPatches(Use):
         for part in self.parts:
             part.rows.form_into(part.groups, part.of(out))
         return self._weights(out)
+
+    @override
+    def of_one(self, groups: Groups, microbatch: int) -> Tensor:
+        for part in self.parts:
+            row = microbatch - part.first
+            if 0 <= row < len(part.groups):
+                return self._weights(part.rows.of_one(part.groups, row))
+        raise IndexError(microbatch)
 
     @override
     def add_to(self, total: Tensor | None, shares: Shares) -> Tensor:

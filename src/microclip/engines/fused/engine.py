@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
+from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -9,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from microclip import multitensor
-from microclip.engines.base import CannotFuseError, Engine
+from microclip.engines.base import CannotFuseError, Engine, MismatchError
 from microclip.engines.fused.allocator import hold_on_to_freed_memory
 from microclip.engines.fused.anything import anything
 from microclip.engines.fused.budget import Budget, Meter
@@ -17,12 +20,24 @@ from microclip.engines.fused.formed import Formed, Joined, Use
 from microclip.engines.fused.groups import Groups, Shares
 from microclip.engines.fused.layers import HANDLERS
 from microclip.engines.fused.plan import least_to_keep, to_write_out
-from microclip.engines.fused.record import Recorder
-from microclip.engines.fused.uses import merged, squared_norms
-from microclip.engines.gradients import Gradients, modules_of, set_aside
+from microclip.engines.fused.record import HostReads, Recorder
+from microclip.engines.fused.uses import merged, squared_norms, sum_of
+from microclip.engines.fused.verify import (
+    FEW,
+    TRIES,
+    AutocastWatch,
+    Randomness,
+    Tolerance,
+    Verifier,
+    disagreement,
+    module_of,
+)
+from microclip.engines.gradients import Gradients, modules_of, set_aside, take
 from microclip.engines.losses import LossFn, backward, call, unscale
+from microclip.engines.stillness import Still
 from microclip.engines.sums import Sums
-from microclip.microbatches import Cuts, tensors_of
+from microclip.engines.two_pass import copies_of_buffers, put_back
+from microclip.microbatches import Cuts, copied, tensors_of
 
 
 class Fused(Engine):
@@ -30,9 +45,12 @@ class Fused(Engine):
 
     name = "fused"
 
-    def __init__(self, *args: Any, budget: Budget, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, budget: Budget, verifier: Verifier, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.budget = budget
+        self.verifier = verifier
+        self._devices = {parameter.device for parameter in self.parameters.values()}
+        self._began = False
         _check(self.model, self.parameters)
         if self.device.type == "cpu":
             hold_on_to_freed_memory()
@@ -41,16 +59,23 @@ class Fused(Engine):
 
     def fold(self, loss_fn: LossFn, microbatches: Cuts, final: bool) -> None:
         """Differentiate the examples of all these micro-batches together, or of large chunks."""
+        if not self._began:
+            self._began = True
+            self.verifier.begin()
         is_tight = self.budget.is_tight(microbatches, self.parameters)
         for chunk in self.budget.chunks(microbatches, self.parameters):
-            uses, norms = self._visit(loss_fn, chunk, is_tight)
+            before = Randomness.now(self._devices) if self.verifier.is_on else None
+            found = self._visit(loss_fn, chunk, is_tight)
+            if self.verifier.is_due(found.trail, len(chunk)) and before is not None:
+                self._verify(loss_fn, chunk, found, before)
+            self.tally.extend(chunk, found.norms, found.means, found.losses)
             alone = final and len(chunk) == len(microbatches) == len(self.tally)
             if alone or not self.tally.policy.rule.streams:
-                self._held.append(uses)
+                self._held.append(found.uses)
             else:
-                self._settle(uses, norms, chunk)
+                self._settle(found.uses, found.norms, chunk)
 
-    def _visit(self, loss_fn: LossFn, microbatches: Cuts, is_tight: bool) -> tuple[_Uses, Tensor]:
+    def _visit(self, loss_fn: LossFn, microbatches: Cuts, is_tight: bool) -> _Pass:
         """One forward and one backward pass.
 
         Constants that seem to have a row for each example are taken for theirs. Where that turns
@@ -65,9 +90,7 @@ class Fused(Engine):
         self.budget.without_adoption.add(microbatches.examples)
         return found
 
-    def _pass(
-        self, loss_fn: LossFn, microbatches: Cuts, is_tight: bool, adopts: bool
-    ) -> tuple[_Uses, Tensor]:
+    def _pass(self, loss_fn: LossFn, microbatches: Cuts, is_tight: bool, adopts: bool) -> _Pass:
         groups = Groups(microbatches.sizes)
         batch = microbatches.whole
         examples = [leaf for _, leaf in tensors_of(batch)]
@@ -96,15 +119,96 @@ class Fused(Engine):
                 recorder.is_final = True
                 backward(means.sum(), self.scaler)
                 uses.complete(recorder)
-            except CannotFuseError as error:
-                if recorder.adopted:
+            except RuntimeError as error:
+                if "saved tensor hooks" in str(error):
+                    raise CannotFuseError(
+                        "The single-pass engine cannot look into transforms of torch.func."
+                    ) from error
+                if isinstance(error, CannotFuseError) and recorder.adopted:
                     raise _AdoptionError from error
                 raise
             finally:
                 recorder.let_go()
         norms = unscale(uses.norms(), self.scaler)
-        self.tally.extend(microbatches, norms, means.detach(), losses.detach())
-        return uses, norms
+        trail, by_place = recorder.tracker.trail, recorder.tracker.by_place
+        reads = recorder.reads.values
+        return _Pass(uses, norms, means.detach(), losses.detach(), trail, reads, by_place)
+
+    def _verify(
+        self, loss_fn: LossFn, chunk: Cuts, found: _Pass, before: Randomness
+    ) -> None:
+        """Compare one micro-batch's gradients with those that it has alone.
+
+        On the first batch the examples are shuffled, too. Where random numbers are drawn, a pass
+        of its own is made with dropout held still: of everything the first time, then of a few.
+        """
+        if len(chunk) == 1 or not bool(found.norms.isfinite().all()):
+            return
+        after = Randomness.now(self._devices)
+        is_random = before.moved(self._devices)
+        buffers = copies_of_buffers(self.model)
+        rows = self.verifier.shuffled(len(chunk))
+        try:
+            if not is_random:
+                self._compare(loss_fn, chunk, found, list(range(len(chunk))), rows)
+            if self.verifier.is_first or is_random:
+                rows = rows if self.verifier.is_first else rows[:FEW]
+                with Still() if is_random else nullcontext():
+                    again = self._visit(loss_fn, chunk.chosen(rows), is_tight=False)
+                    if not after.moved(self._devices):
+                        self._compare(loss_fn, chunk, again, rows, rows[::-1])
+        except (CannotFuseError, MismatchError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # of the model's, which cannot do with so few examples
+            self.verifier.how = "never"
+            warnings.warn(
+                f"Single passes cannot be checked: a micro-batch alone makes loss_fn fail with "
+                f"{error!r}.",
+                RuntimeWarning,
+                stacklevel=6,
+            )
+        finally:
+            after.restore()
+            put_back(self.model, buffers)
+
+    def _compare(
+        self, loss_fn: LossFn, chunk: Cuts, found: _Pass, order: list[int], rows: list[int]
+    ) -> None:
+        """Differentiate a micro-batch alone, and raise if a parameter's gradient is another.
+
+        One is enough, unless this is the first step, or the model chooses examples by their place.
+        Another one follows as well if the model looked at values, and they are the same of the
+        micro-batch alone (it has the longest example, say), which tells nothing of their use.
+
+        Args:
+            loss_fn: Gives the losses.
+            chunk: All the micro-batches.
+            found: A pass that had them in this order.
+            order: See there.
+            rows: Micro-batches to try.
+        """
+        first = max(1, len(rows) // 4) if self.verifier.is_first else 1
+        least = TRIES if found.by_place else first
+        for tried, row in enumerate(rows[:TRIES], start=1):
+            now = Randomness.now(self._devices)
+            watch = AutocastWatch({device.type for device in self._devices})
+            with set_aside(self.parameters), watch as autocast, HostReads() as reads:
+                batch = copied(chunk[row].batch)
+                backward(call(loss_fn, batch, chunk[row].size).mean(), self.scaler)
+                wanted = take(self.parameters)
+            if now.moved(self._devices):
+                return  # of random numbers that cannot be held still nothing can be said
+            mine = found.uses.of_one(order.index(row), self.parameters)
+            tolerance = Tolerance.for_(wanted.values(), autocast.seen)
+            suspect = disagreement(mine, wanted, tolerance)
+            if suspect is not None:
+                raise MismatchError(
+                    "A single pass gives another gradient than a micro-batch alone, most so for "
+                    f"parameter {suspect!r}{module_of(self.model, suspect)}: the model seems to "
+                    "mix examples."
+                )
+            if tried >= least and not (found.reads and reads.values == found.reads):
+                return
 
     @torch.no_grad()
     def _settle(self, uses: _Uses, norms: Tensor, microbatches: Cuts) -> None:
@@ -138,6 +242,19 @@ class Fused(Engine):
             uses.add_to(total, coefficients[start:stop], self.parameters, last=True)
             start = stop
         return total
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """What a forward and a backward pass have found."""
+
+    uses: _Uses
+    norms: Tensor
+    means: Tensor  # of the losses of each micro-batch
+    losses: Tensor
+    trail: set[Any]
+    reads: list[Any]  # values that the model looked at
+    by_place: bool  # whether it chose examples by their place in the batch
 
 
 class _Uses:
@@ -205,6 +322,18 @@ class _Uses:
         """Return the norm of every micro-batch's gradient over all parameters."""
         squares = torch.stack([_on(self.device, squares) for squares in self._squares.values()])
         return squares.sum(0, dtype=multitensor.widest(self.device)).clamp(min=0).sqrt()
+
+    @torch.no_grad()
+    def of_one(self, microbatch: int, parameters: dict[str, nn.Parameter]) -> Gradients:
+        """Return the gradients of one micro-batch; complex ones as pairs of real numbers."""
+        found = {} if self._joined is None else self._joined.of_one(microbatch)
+        for name, uses in self._of.items():
+            each = [use.of_one(self.groups, microbatch) for use in uses]
+            found[name] = sum_of([gradient.reshape(parameters[name].shape) for gradient in each])
+        return {
+            name: torch.view_as_real(gradient) if gradient.is_complex() else gradient
+            for name, gradient in found.items()
+        }
 
     def leave_out(self, left_out: Tensor) -> None:
         """Blank the micro-batches that are not to count."""

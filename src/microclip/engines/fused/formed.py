@@ -44,6 +44,10 @@ class Use(ABC):
     def form(self, groups: Groups) -> Tensor:
         """Return the gradients of all micro-batches, written out."""
 
+    def of_one(self, groups: Groups, microbatch: int) -> Tensor:
+        """Return the gradient of one micro-batch."""
+        return self.form(groups)[microbatch]
+
     def written_out(self, groups: Groups) -> Use:
         """Return the same as gradients that are written out."""
         return Formed(self.form(groups))
@@ -156,6 +160,15 @@ class Joined:
     def squared_norms(self, groups: Groups) -> Tensor:
         """Return those of all the gradients together."""
         return self._all.squared_norms(groups)
+
+    def of_one(self, microbatch: int) -> dict[str, Tensor]:
+        """Return the gradients of one micro-batch."""
+        row = self._all.gradients[microbatch]
+        parts = torch.split(row, [math.prod(shape) for shape in self._shapes.values()])
+        return {
+            name: part.view(shape)
+            for (name, shape), part in zip(self._shapes.items(), parts, strict=True)
+        }
 
     def leave_out(self, left_out: Shares) -> None:
         """Blank micro-batches."""

@@ -95,6 +95,11 @@ class Groups:
     def __iter__(self) -> Iterator[Block]:
         return iter(self.blocks)
 
+    def examples_of(self, microbatch: int) -> slice:
+        """Return where the examples of a micro-batch are."""
+        start = sum(self.sizes[:microbatch])
+        return slice(start, start + self.sizes[microbatch])
+
     def times(self, rows: int) -> Groups:
         """Return the same micro-batches of examples that have several rows each."""
         return Groups([size * rows for size in self.sizes])

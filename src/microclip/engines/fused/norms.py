@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -59,8 +59,8 @@ def layer_norm(
     """F.layer_norm: scale and shift of normalised rows."""
     parameters = [each for each in (weight, bias) if each is not None]
     if recorder.any_depends(parameters) or not recorder.depends(input):
+        plain = _plainly(recorder, F.layer_norm, input, list(normalized_shape), eps=eps)
         with recorder:
-            plain = F.layer_norm(input, list(normalized_shape), eps=eps)
             return _scaled_and_shifted(plain, weight, bias)
     w, b = recorder.name(weight), recorder.name(bias)
     state = recorder.owned(input, w or b)
@@ -102,6 +102,13 @@ def layer_norm(
             noted = recorder.noted(note)
             result = apply(_LayerNorm, recorder.anchor, input, shape, scale, shift, eps, noted)
     return recorder.own(result, state)
+
+
+def _plainly(recorder: Recorder, func: Any, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Normalise without scale and shift."""
+    if recorder.is_recorded(input):
+        return cast(Tensor, recorder.derive(func, (input, *args), kwargs))
+    return cast(Tensor, func(input, *args, **kwargs))
 
 
 def _scaled_and_shifted(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
@@ -164,8 +171,8 @@ def group_norm(
     """F.group_norm: scale and shift of normalised channels."""
     parameters = [each for each in (weight, bias) if each is not None]
     if recorder.any_depends(parameters) or not recorder.depends(input):
+        plain = _plainly(recorder, F.group_norm, input, num_groups, eps=eps)
         with recorder:
-            plain = F.group_norm(input, num_groups, eps=eps)
             return _by_channel(plain, weight, bias)
     w, b = recorder.name(weight), recorder.name(bias)
     state = recorder.owned(input, w or b)
@@ -195,10 +202,9 @@ def rms_norm(
     eps: float | None = None,
 ) -> Tensor:
     """F.rms_norm: scale of normalised rows."""
+    plain = _plainly(recorder, F.rms_norm, input, list(normalized_shape), eps=eps)
     with recorder:
-        return _scaled_and_shifted(
-            F.rms_norm(input, list(normalized_shape), eps=eps), weight, None
-        )
+        return _scaled_and_shifted(plain, weight, None)
 
 
 def _by_channel(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
@@ -223,9 +229,9 @@ def instance_norm(
     eps: float = 1e-5,
 ) -> Tensor:
     """F.instance_norm: statistics of every example's own."""
-    options = (use_input_stats, momentum, eps)
+    options = (running_mean, running_var, None, None, use_input_stats, momentum, eps)
+    plain = _plainly(recorder, F.instance_norm, input, *options)
     with recorder:
-        plain = F.instance_norm(input, running_mean, running_var, None, None, *options)
         return _by_channel(plain, weight, bias)
 
 
@@ -243,9 +249,9 @@ def batch_norm(
     """F.batch_norm, which mixes examples unless it is in evaluation mode."""
     if training and recorder.depends(input):
         raise CannotFuseError("BatchNorm in training mode mixes examples.")
-    options = (training, momentum, eps)
+    options = (running_mean, running_var, None, None, training, momentum, eps)
+    plain = _plainly(recorder, F.batch_norm, input, *options)
     with recorder:
-        plain = F.batch_norm(input, running_mean, running_var, None, None, *options)
         return _by_channel(plain, weight, bias)
 
 

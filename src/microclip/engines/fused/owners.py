@@ -126,14 +126,17 @@ class Owners:
         (examples, most rows of any) indices, which of them are real, and the rows of nobody.
         """
         vector = self.vector()
+        if not len(vector):
+            nothing = torch.zeros(self.examples, 1, dtype=torch.long, device=vector.device)
+            return nothing, nothing.bool(), None
         order = vector.argsort(stable=True)
         counts = torch.bincount(vector + 1, minlength=self.examples + 1)
         nobodys, counts = int(counts[0]), counts[1:]
-        most = max(1, int(counts.max())) if len(counts) else 1
+        most = max(1, int(counts.max()))
         starts = counts.cumsum(0) - counts + nobodys
         places = torch.arange(most, device=vector.device)
         real = places < counts.unsqueeze(1)
-        index = (starts.unsqueeze(1) + places).clamp(max=max(0, len(vector) - 1))
+        index = (starts.unsqueeze(1) + places).clamp(max=len(vector) - 1)
         return order[index], real, order[:nobodys] if nobodys else None
 
 

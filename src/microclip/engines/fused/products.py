@@ -143,11 +143,13 @@ def _product(
     if x.dim() == 1:
         state = Owned(None, state.owners)
     recorder.expect(w, b)
+    shape = x.shape[:-1]
     if w is not None:
         recorder.weights[w] = _as_weight(recorder, x, weight, state, transposed)
 
     def note(x: Tensor, d: Tensor) -> None:
-        d = d.view(*x.shape[:-1], d.shape[-1])  # a tap has it before it got its shape
+        # both may be matrices
+        x, d = (each.reshape(*shape, each.shape[-1]) for each in (x, d))
         refuse_gradients_of_nobody(d, state.axis, state.owners, w or b)
         deltas = recorder.rows(d, state)
         if w is not None:
@@ -161,7 +163,10 @@ def _product(
         if recorder.can_tap(x):
             result = recorder.tap(F.linear(x, seen, held), note, x)
         else:
-            result = apply(_Linear, recorder.anchor, x, seen, held, recorder.noted(note))
+            # as a matrix: what a function of one's own returns must not be a view
+            flat, noted = x.reshape(-1, x.shape[-1]), recorder.noted(note)
+            result = apply(_Linear, recorder.anchor, flat, seen, held, noted)
+            result = result.view(*x.shape[:-1], result.shape[-1])
     return recorder.own(result, state)
 
 

@@ -395,6 +395,7 @@ def slice_(tracker: Tracker, func: Any, args: Any, kwargs: Any, result: Any, sta
     dim, start, stop, step = _named(func, args, kwargs, "dim", "start", "end", "step")
     if dim % x.dim() != state.axis or x.shape == result.shape:
         return state
+    tracker.by_place = True
     return Owned(state.axis, state.owners.sliced(*_range_of(x.shape[dim], start, stop), step))
 
 
@@ -405,6 +406,7 @@ def select(tracker: Tracker, func: Any, args: Any, kwargs: Any, result: Any, sta
     assert state.axis is not None
     if dim != state.axis:
         return state.at(state.axis - 1) if dim < state.axis else state
+    tracker.by_place = True
     return _whole(tracker, state.owners.vector()[index % x.shape[dim]])
 
 

@@ -77,6 +77,33 @@ class Derived:
         )
 
 
+class HostReads(TorchFunctionMode):
+    """Notes the values that a model reads on the host: by them it can do what no tensor shows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.values: list[Any] = []
+
+    def take(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Read a value, and keep it."""
+        value = func(*args, **(kwargs or {}))
+        self.values.append(value.tolist() if hasattr(value, "tolist") else value)
+        return value
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func in HOST_READS:
+            return self.take(func, args, kwargs)
+        return func(*args, **(kwargs or {}))
+
+
+HOST_READS = frozenset(
+    getattr(Tensor, name)
+    for name in ("item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__")
+)
+
+
 class Recorder(TorchFunctionMode):
     """Notes every use of the parameters in the functions called inside the block."""
 
@@ -103,6 +130,7 @@ class Recorder(TorchFunctionMode):
         self.weights: dict[str, Weight] = {}  # those that multiplied rows, as last seen
         self.derived: dict[str, Derived] = {}
         self.on_use: Callable[[str, Use], None] = _nobody
+        self.reads = HostReads()
         self.is_final = False  # whether the backward pass at work is the one of the losses
         self._parameters = parameters
         self._leaves: dict[str, Tensor] = {}
@@ -139,6 +167,8 @@ class Recorder(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         # called for everything that a model does: it must be quick
+        if func in HOST_READS:
+            return self.reads.take(func, args, kwargs)
         names, derived = self.names, self._derived_ids
         for argument in (*args, *kwargs.values()) if kwargs else args:
             if isinstance(argument, Tensor):
@@ -158,6 +188,12 @@ class Recorder(TorchFunctionMode):
         """Carry out a function that gets something recorded."""
         from microclip.engines.fused import elementwise
 
+        self.tracker.trail.add((func, self.first_name((args, kwargs))))
+        if torch._C._are_functorch_transforms_active():
+            raise CannotFuseError(
+                "The single-pass engine cannot look into transforms of torch.func, which parameter "
+                f"{self.first_name((args, kwargs))!r} is used in."
+            )
         if func in self._handlers:
             return self._handlers[func](self, *args, **kwargs)
         if is_composite(func):

@@ -73,6 +73,9 @@ class Tracker(TorchDispatchMode):
         self.mark = f"_microclip_owner_{self._slot}"
         self._clock = 0
         self._written: dict[int, _Writing] = {}
+        self.trail: set[tuple[Any, Any]] = set()  # which operation came after which
+        self._last: Any = None
+        self.by_place = False  # whether examples were chosen by their place in the batch
 
     def close(self) -> None:
         """Let another tracker have this one's attribute."""
@@ -84,6 +87,8 @@ class Tracker(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         # called for every operation of a model: it must be quick
+        self.trail.add((self._last, func))
+        self._last = func
         result = func(*args, **kwargs) if kwargs else func(*args)
         mark, serial = self.mark, self._serial
         for argument in (*args, *kwargs.values()) if kwargs else args:
@@ -158,7 +163,10 @@ class Tracker(TorchDispatchMode):
         from microclip.engines.fused.propagation import rule_for
 
         rule, writes = rule_for(func)
-        state = rule(self, func, args, kwargs, result)
+        if _any_nested(args) or _any_nested((result,)):
+            state: Any = self.opaque("a nested tensor")
+        else:
+            state = rule(self, func, args, kwargs, result)
         if writes:
             targets = writes(args, kwargs)
             if len(targets) == 1:
@@ -271,6 +279,10 @@ class Tracker(TorchDispatchMode):
         """Inside the block nothing is followed."""
         with torch._C._DisableTorchDispatch(), torch.no_grad():
             yield
+
+
+def _any_nested(arguments: Any) -> bool:
+    return any(isinstance(each, Tensor) and each.is_nested for each in arguments)
 
 
 def is_derived(state: State | None) -> bool:

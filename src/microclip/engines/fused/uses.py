@@ -83,6 +83,12 @@ class Rows(Use):
         return out
 
     @override
+    def of_one(self, groups: Groups, microbatch: int) -> Tensor:
+        here = groups.examples_of(microbatch)
+        left, right = (widened(side[here]).flatten(0, 1) for side in (self.left, self.right))
+        return left.mT @ right
+
+    @override
     def written_out(self, groups: Groups) -> Use:
         each = math.prod(self.shape) * multitensor.accumulation_dtype(self.right).itemsize
         at_once = max(1, LARGEST_TENSOR // max(1, each))
@@ -173,6 +179,13 @@ class Lines(Use):
             indices = block.rows_of(self.indices).unsqueeze(2).expand_as(rows)
             block.microbatches_of(out).scatter_add_(1, indices, rows)
         return out
+
+    @override
+    def of_one(self, groups: Groups, microbatch: int) -> Tensor:
+        here = groups.examples_of(microbatch)
+        deltas = widened(self.deltas[here]).flatten(0, 1)
+        table = deltas.new_zeros(self.shape)
+        return table.index_add_(0, self.indices[here].flatten(), deltas)
 
     @override
     def without(self, left_out: Shares) -> Lines:

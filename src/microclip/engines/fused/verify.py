@@ -1,0 +1,193 @@
+"""Checking single passes: when, and what counts as the same gradient.
+
+Owners are followed with care, but a model can mix its examples where nothing shows it: by a number
+that was read on the host, or in a backward pass of its own. So now and then one micro-batch is
+differentiated alone, and every parameter's gradient compared.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from microclip import multitensor
+from microclip.engines.gradients import Gradients
+from microclip.engines.randomness import RandomState
+
+Verify = Literal["rarely", "always", "never"] | int
+SHARE = 0.01  # of all steps, in time, that checks may take,
+STEPS = 200  # counted from so many on
+ALONE = 1.5  # what a micro-batch alone takes of its share of a step, comparison included
+FEW = 3  # micro-batches that are checked together where dropout must be held still
+TRIES = 4  # micro-batches alone, until one tells something
+MOST_SURPRISES = 64  # checks for functions that are new, before they have to fit in
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """By how much a parameter's gradient may differ."""
+
+    relative: float  # of its norm,
+    absolute: float  # plus so much of the whole gradient's
+
+    @classmethod
+    def for_(cls, gradients: Iterable[Tensor], rounded: bool) -> Tolerance:
+        """Return what the precision of some gradients allows; `rounded`: under autocast."""
+        dtypes = {gradient.dtype for gradient in gradients}
+        if rounded or dtypes & set(multitensor.HALF):
+            return cls(0.1, 0.05)
+        if dtypes <= {torch.float64, torch.complex128}:
+            return cls(1e-8, 1e-12)
+        return cls(2e-3, 1e-6)
+
+
+def disagreement(found: Gradients, wanted: Gradients, tolerance: Tolerance) -> str | None:
+    """Return the parameter whose gradient differs most, if any differs by too much."""
+    norms = {name: _norm(gradient) for name, gradient in wanted.items()}
+    whole = sum(norm**2 for norm in norms.values()) ** 0.5
+    worst, suspect = 1.0, None
+    for name in found.keys() | wanted.keys():
+        one, other = found.get(name), wanted.get(name)
+        if one is None or other is None:
+            only = found[name] if other is None else wanted[name]
+            error = _norm(only)
+        else:
+            error = _norm(one.to(other.dtype) - other)
+        allowed = tolerance.relative * norms.get(name, 0.0) + tolerance.absolute * whole
+        if error > allowed and error / (allowed or 1e-300) > worst:
+            worst, suspect = error / (allowed or 1e-300), name
+    return suspect
+
+
+def _norm(gradient: Tensor) -> float:
+    gradient = torch.view_as_real(gradient) if gradient.is_complex() else gradient
+    return float(gradient.double().norm())
+
+
+class Verifier:
+    """Decides when to check, so that it takes little time.
+
+    Args:
+        how: "rarely": the first batch, steps 2, 4, 8, ..., and whenever the model does something
+            that it has not done before; "always", "never", or a number n: besides, every n-th step.
+    """
+
+    def __init__(self, how: Verify = "rarely") -> None:
+        self.how = how
+        self.steps = 0
+        self.listens = False  # takes note of what the model does, and checks nothing
+        self._known: set[Any] = set()
+        self._surprises = 0
+        self._spent = 0.0  # in steps
+        self._random = random.Random(0)  # of its own, so that nobody's numbers change
+
+    @property
+    def is_on(self) -> bool:
+        """Whether there will be any checks."""
+        return self.how != "never" and not self.listens
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the first step."""
+        return self.steps == 1
+
+    def begin(self) -> None:
+        """Take note that a step begins."""
+        self.steps += not self.listens
+
+    def shuffled(self, count: int) -> list[int]:
+        """Return so many micro-batches in another order."""
+        order = list(range(count))
+        self._random.shuffle(order)
+        return order
+
+    def is_due(self, trail: set[Any], microbatches: int) -> bool:
+        """Whether a pass is to be checked, which did these things with so many micro-batches."""
+        new = not trail <= self._known
+        self._known |= trail
+        if not self.is_on:
+            return False
+        if self.how == "always" or (isinstance(self.how, int) and self.steps % self.how == 0):
+            return True
+        cost = ALONE / max(1, microbatches)
+        fits = self._spent + cost <= SHARE * max(STEPS, self.steps)
+        power = self.steps & (self.steps - 1) == 0
+        due = (new and self._surprises < MOST_SURPRISES) or ((power or new) and fits)
+        if due:
+            self._surprises += new
+            self._spent += cost
+        return due
+
+
+@dataclass(frozen=True)
+class Randomness:
+    """All the generators that a model may draw from."""
+
+    torch: RandomState
+    python: Any
+    numpy: Any
+
+    @classmethod
+    def now(cls, devices: set[torch.device]) -> Randomness:
+        """Read the present state."""
+        numpy = sys.modules.get("numpy")
+        state = None if numpy is None else numpy.random.get_state(legacy=False)
+        return cls(RandomState.now(devices), random.getstate(), state)
+
+    def moved(self, devices: set[torch.device]) -> bool:
+        """Whether any number was drawn since."""
+        now = Randomness.now(devices)
+        if not now.torch.equals(self.torch) or now.python != self.python:
+            return True
+        if self.numpy is None or now.numpy is None:
+            return False
+        mine, theirs = self.numpy["state"], now.numpy["state"]
+        return any(
+            bool((a != b).any()) if hasattr(a, "any") else a != b
+            for a, b in zip(mine.values(), theirs.values(), strict=True)
+        )
+
+    def restore(self) -> None:
+        """Make this the present state again."""
+        self.torch.restore()
+        random.setstate(self.python)
+        if self.numpy is not None:
+            sys.modules["numpy"].random.set_state(self.numpy)
+
+
+class AutocastWatch:
+    """Notices whether any module computes under autocast: gradients are whole, but rounded.
+
+    Who switches it on may do so around the model (Accelerate does), so it is asked inside.
+    """
+
+    def __init__(self, device_types: set[str]) -> None:
+        self.seen = False
+        self._types = device_types
+
+    def __enter__(self) -> AutocastWatch:
+        self._hook = register_module_forward_pre_hook(self._ask)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._hook.remove()
+
+    def _ask(self, module: nn.Module, inputs: object) -> None:
+        self.seen = self.seen or any(map(torch.is_autocast_enabled, self._types))
+
+
+def module_of(model: nn.Module, parameter: str) -> str:
+    """Return the module that has a parameter, in words."""
+    name, _, _ = parameter.rpartition(".")
+    try:
+        kind = type(model.get_submodule(name)).__name__
+    except AttributeError:
+        return ""
+    return f" of module {name!r} ({kind})" if name else f" of {kind}"
