@@ -68,12 +68,16 @@ def take(parameters: dict[str, nn.Parameter]) -> Gradients:
 def add_multiple(sums: Gradients, gradients: Gradients, multiple: Tensor) -> None:
     """Add a multiple of the gradients to the sums; what had no sum yet becomes the sum."""
     fresh, held, added = [], [], []
+    places: set[int] = set()
     for name, gradient in gradients.items():
         if name in sums:
             held.append(sums[name])
             added.append(gradient)
         else:
-            sums[name] = gradient.to(multitensor.accumulation_dtype(gradient))
+            found = gradient.to(multitensor.accumulation_dtype(gradient))
+            place = found.untyped_storage().data_ptr()
+            sums[name] = found.clone() if place in places else found  # autograd may give one to two
+            places.add(place)
             fresh.append(sums[name])
     multitensor.multiply_(fresh, multiple)
     multitensor.add_(held, added, multiple)

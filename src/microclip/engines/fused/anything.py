@@ -21,7 +21,9 @@ class _Anything(torch.autograd.Function):
     def forward(ctx: Any, anchor: Tensor, run: Handler, note: Handler, *inputs: Tensor) -> Any:
         ctx.run, ctx.note = run, note
         ctx.save_for_backward(*inputs)
-        return run(inputs)
+        result = run(inputs)
+        is_view = isinstance(result, Tensor) and result._is_view()
+        return result.clone() if is_view else result  # a view could not be changed in place
 
     @staticmethod
     def backward(ctx: Any, d: Tensor) -> Any:
@@ -41,7 +43,7 @@ class _Anything(torch.autograd.Function):
 def anything(recorder: Recorder, func: Any, args: Any, kwargs: Any) -> Any:
     """Run a function, and find what its parameters' micro-batch gradients are afterwards."""
     label = getattr(func, "__name__", str(func))
-    if "out" in kwargs or label.startswith("__set") or label.rstrip("_") + "_" == label:
+    if kwargs.get("out") is not None or label.startswith("__set") or label.rstrip("_") + "_" == label:
         raise CannotFuseError(
             f"The single-pass engine cannot follow {label}(), which changes a tensor in place, "
             f"with parameter {recorder.first_name((args, kwargs))!r}."

@@ -40,6 +40,14 @@ from microclip.engines.two_pass import copies_of_buffers, put_back
 from microclip.microbatches import Cuts, copied, tensors_of
 
 
+# what torch says where the engine's way of recording is in a model's way
+FAILURES = {
+    "saved tensor hooks": "The single-pass engine cannot look into transforms of torch.func.",
+    "appears to not have been used in the graph": "The single-pass engine cannot follow losses that "
+    "are made of gradients of parameters.",
+}
+
+
 class Fused(Engine):
     """Visits all examples of a chunk at once."""
 
@@ -120,10 +128,9 @@ class Fused(Engine):
                 backward(means.sum(), self.scaler)
                 uses.complete(recorder)
             except RuntimeError as error:
-                if "saved tensor hooks" in str(error):
-                    raise CannotFuseError(
-                        "The single-pass engine cannot look into transforms of torch.func."
-                    ) from error
+                for words, reason in FAILURES.items():
+                    if words in str(error):
+                        raise CannotFuseError(reason) from error
                 if isinstance(error, CannotFuseError) and recorder.adopted:
                     raise _AdoptionError from error
                 raise

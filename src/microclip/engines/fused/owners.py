@@ -202,7 +202,7 @@ class Owned:
         """Return the owner of every element, without memory of its own where it can be."""
         vector = self.owners.vector(device)
         if self.axis is None:
-            return vector.expand(tuple(shape)) if len(shape) else vector.reshape(())
+            return vector[0].expand(tuple(shape))
         return vector.view([-1 if i == self.axis else 1 for i in range(len(shape))]).expand(
             tuple(shape)
         )
@@ -233,7 +233,8 @@ def from_elements(owners: Tensor, examples: int) -> Owned | None | bool:
     if owners.dim() == 0:
         return None if int(owners) == NOBODY else Owned(None, Owners(examples, base=owners.view(1)))
     if not owners.numel():
-        return None
+        nothing = torch.zeros(0, dtype=torch.long, device=owners.device)
+        return Owned(list(owners.shape).index(0), Owners(examples, base=nothing))
     largest = owners.max()
     if int(largest) == NOBODY:
         return None

@@ -15,7 +15,7 @@ from microclip.engines.fused import native
 from microclip.engines.fused.elementwise import pointwise
 from microclip.engines.fused.owners import Opaque, Owned, refuse_gradients_of_nobody
 from microclip.engines.fused.plan import WRITING, WRITING_BESIDE_HALVES, Weight
-from microclip.engines.fused.record import Handler, Recorder, apply
+from microclip.engines.fused.record import Handler, Recorder, apply, tensors_in
 from microclip.engines.fused.uses import Lines, Rows
 
 
@@ -221,7 +221,7 @@ def embedding(
             f"Embedding {name!r} uses max_norm, scale_grad_by_freq or sparse gradients."
         )
     input = recorder.adopt(input)
-    if not recorder.depends(input):  # the same lines for all examples
+    if not isinstance(recorder.state(input), Owned):  # the same lines for all examples, or chosen
         return recorder.derive(F.embedding, (input, weight), {"padding_idx": padding_idx})
     state = recorder.owned(input, name)
     recorder.expect(name)
@@ -242,18 +242,19 @@ def embedding(
 
 def get_item(recorder: Recorder, table: Tensor, index: Any) -> Any:
     """p[indices], which looks lines of a table up if the examples have a say in it."""
-    if isinstance(index, Tensor) and recorder.depends(index) and index.dtype == torch.long:
+    owned = [each for each in tensors_in(index) if isinstance(recorder.state(each), Owned)]
+    if owned and owned[0] is index and index.dtype == torch.long:
         return _looked_up(recorder, table, index)
-    if recorder.any_depends([table, index]):
+    if owned:
         return recorder.anything(recorder, torch.Tensor.__getitem__, (table, index), {})
     return recorder.derive(torch.Tensor.__getitem__, (table, index), {})
 
 
 def index_select(recorder: Recorder, input: Tensor, dim: int, index: Tensor) -> Any:
     """p.index_select(0, indices)."""
-    if recorder.depends(index) and not recorder.depends(input) and dim % input.dim() == 0:
-        return _looked_up(recorder, input, index)
-    if recorder.any_depends([input, index]):
+    if isinstance(recorder.state(index), Owned):
+        if dim % input.dim() == 0:
+            return _looked_up(recorder, input, index)
         return recorder.anything(recorder, torch.index_select, (input, dim, index), {})
     return recorder.derive(torch.index_select, (input, dim, index), {})
 

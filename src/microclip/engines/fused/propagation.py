@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from functools import cache
+from functools import cache, wraps
 from typing import Any
 
 import torch
@@ -46,7 +46,7 @@ def rule_for(func: Any) -> tuple[Rule, Callable[[Any, Any], list[Tensor]] | None
     """Return an operation's rule, and what it writes to if it changes anything in place."""
     name = func._schema.name.removeprefix("aten::")
     plain = name.removesuffix("_") if func._schema.is_mutable else name
-    found = _RULES.get(plain)
+    found = _RULES.get(name) or _RULES.get(plain)
     if found is None and func.namespace != "aten":
         found = _RULES.get(func._schema.name)
     if found is None and torch.Tag.pointwise in func.tags:
@@ -197,7 +197,7 @@ def combined(
                 owners = joint
         elif here is None or axis is None:
             alone, others = (those, owners) if here is None else (owners, those)
-            if alone.only is None or others.only != alone.only:
+            if alone.only is None or alone.only not in (NOBODY, others.only):
                 return _mixed(tracker, func)
             axis, owners = (axis, owners) if here is None else (here, those)
         else:
@@ -216,7 +216,7 @@ def combined(
     "rrelu_with_noise", "softplus", "polar", "complex", "real", "imag", "isin", "bucketize",
     "_softmax_backward_data", "addcmul", "addcdiv", "lerp", "where", "copysign", "gelu", "silu",
     "fake_quantize_per_tensor_affine_cachemask", "_conj", "conj", "_neg_view", "resolve_conj",
-    "resolve_neg", "fill", "nan_to_num", "clamp", "gelu_backward", "poisson", "_fused_dropout",
+    "resolve_neg", "fill", "nan_to_num", "floor_divide", "clamp", "gelu_backward", "poisson", "_fused_dropout",
 )  # fmt: skip
 def pointwise(tracker: Tracker, func: Any, args: Any, kwargs: Any, result: Any) -> Any:
     """Operations that work element by element."""
@@ -257,6 +257,7 @@ def same(tracker: Tracker, func: Any, args: Any, kwargs: Any, result: Any) -> An
 def _of_first(body: Rule) -> Rule:
     """Let a rule be asked only where the first argument is owned along some axis."""
 
+    @wraps(body)
     def checked(tracker: Tracker, func: Any, args: Any, kwargs: Any, result: Any) -> Any:
         state = tracker.state(args[0])
         if not isinstance(state, Owned) or state.axis is None:
@@ -396,7 +397,12 @@ def slice_(tracker: Tracker, func: Any, args: Any, kwargs: Any, result: Any, sta
     if dim % x.dim() != state.axis or x.shape == result.shape:
         return state
     tracker.by_place = True
-    return Owned(state.axis, state.owners.sliced(*_range_of(x.shape[dim], start, stop), step))
+    return _part(state, state.owners.sliced(*_range_of(x.shape[dim], start, stop), step))
+
+
+def _part(state: Owned, owners: Owners) -> Owned:
+    """Return the state of a part along the examples' axis; it may be of a single one."""
+    return Owned(None if owners.only is not None else state.axis, owners)
 
 
 @_registered("select")
@@ -437,7 +443,7 @@ def split(tracker: Tracker, func: Any, args: Any, kwargs: Any, result: Any, stat
     parts, start = [], 0
     for part in result:
         size = part.shape[dim]
-        parts.append(Owned(state.axis, state.owners.sliced(start, start + size)))
+        parts.append(_part(state, state.owners.sliced(start, start + size)))
         start += size
     return parts
 
@@ -453,6 +459,23 @@ def any_view(tracker: Tracker, func: Any, args: Any, kwargs: Any, result: Any) -
             return tracker.opaque(f"{_label(func)}")
         found.append(tracker.through_memory(args[0], state, each))
     return found
+
+
+@_registered("as_strided_")
+def as_strided_(
+    tracker: Tracker, func: Any, args: Any, kwargs: Any, result: Any, state: Owned
+) -> Any:
+    """Other strides for a tensor itself, as pooling has them; its shape was looked at before."""
+    return state if tracker.shape_before == args[0].shape else _mixed(tracker, func)
+
+
+@_registered("squeeze_")
+def squeeze_(
+    tracker: Tracker, func: Any, args: Any, kwargs: Any, result: Any, state: Owned
+) -> Any:
+    """Axes of one index less, of the tensor itself."""
+    before = args[0].new_empty(()).expand(tracker.shape_before or ())
+    return squeeze.__wrapped__(tracker, func, (before, *args[1:]), kwargs, result, state)  # type: ignore[attr-defined]
 
 
 @_registered("view_as_real")
@@ -603,6 +626,26 @@ def bmm(tracker: Tracker, func: Any, args: Any, kwargs: Any, result: Any) -> Any
     return _product(tracker, func, args[0], args[1], True, result.shape)
 
 
+@rule("_cdist_forward", "_euclidean_dist")
+def distances(tracker: Tracker, func: Any, args: Any, kwargs: Any, result: Any) -> Any:
+    """Rows of one matrix with rows of another."""
+    a, b = args[0], args[1]
+    states = [tracker.state(a), tracker.state(b)]
+    special, done = _special(tracker, func, states)
+    if done:
+        return special
+    found: list[tuple[Tensor, State | None]] = []
+    like = result.new_empty(()).expand(result.shape)
+    for tensor, state, last in ((a, states[0], 2), (b, states[1], 1)):
+        if isinstance(state, Owned) and state.axis is not None:
+            place = state.axis - tensor.dim()
+            if place == -1:
+                return _mixed(tracker, func)
+            state = state.at(result.dim() + (place if place < -2 else -last))
+        found.append((like, state))
+    return combined(tracker, func, found, result.shape)
+
+
 @rule("addmm", "addmv", "baddbmm", "_addmm_activation")
 def addmm(tracker: Tracker, func: Any, args: Any, kwargs: Any, result: Any) -> Any:
     """The same, with something added."""
@@ -690,8 +733,7 @@ for _name, _spatial in (
     ("linalg_inv_ex", 2), ("_linalg_det", 2), ("_linalg_slogdet", 2), ("linalg_cholesky_ex", 2),
     ("linalg_qr", 2), ("_linalg_svd", 2), ("_linalg_eigh", 2), ("linalg_eigh", 2),
     ("linalg_matrix_exp", 2), ("_linalg_solve_ex", 2), ("linalg_solve_triangular", 2),
-    ("_cdist_forward", 2), ("cholesky_solve", 2), ("linalg_lu_factor_ex", 2),
-    ("_euclidean_dist", 2), ("_trilinear", None), ("bilinear", None),
+    ("cholesky_solve", 2), ("linalg_lu_factor_ex", 2), ("_trilinear", None), ("bilinear", None),
 ):  # fmt: skip
     _RULES[_name] = _leading(_spatial)
 
@@ -766,15 +808,14 @@ def attention(tracker: Tracker, func: Any, args: Any, kwargs: Any, result: Any) 
     special, done = _special(tracker, func, states)
     if done:
         return special
-    dims = args[0].dim()
-    shape = (*torch.broadcast_shapes(*(x.shape[:-2] for x in args[:3])), 1, 1)
-    parts = []
+    shape = (*args[0].shape[:-2], 1, 1)
     for tensor, state in zip(tensors, states, strict=True):
-        if isinstance(state, Owned) and state.axis is not None and state.axis >= tensor.dim() - 2:
+        if not isinstance(state, Owned) or state.axis is None:
+            continue
+        place = state.axis + len(shape) - tensor.dim()  # heads may be fewer than the queries'
+        if not 0 <= place < len(shape) - 2 or tensor.shape[state.axis] != shape[place]:
             return _mixed(tracker, func)
-        parts.append((tensor, state))
-    found = combined(tracker, func, parts, shape) if len(shape) == dims else None
-    return found if found is not None else _mixed(tracker, func)
+    return combined(tracker, func, zip(tensors, states, strict=True), shape)
 
 
 @rule("embedding")
@@ -1152,7 +1193,7 @@ def _along_dim(tracker: Tracker, tensor: Tensor, state: State | None, dim: int) 
     size = tensor.shape[dim]
     if isinstance(state, Owned):
         vector = state.owners.vector()
-        return vector if state.axis == dim else vector.expand(size)
+        return vector if state.axis == dim else vector[:1].expand(size)
     return torch.full((size,), NOBODY)
 
 

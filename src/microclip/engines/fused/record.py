@@ -194,6 +194,8 @@ class Recorder(TorchFunctionMode):
                 "The single-pass engine cannot look into transforms of torch.func, which parameter "
                 f"{self.first_name((args, kwargs))!r} is used in."
             )
+        if any(self._is_opaque(tensor) for tensor in tensors_in((args, kwargs))):
+            return self.derive(func, args, kwargs)  # a refusal only if a loss depends on it
         if func in self._handlers:
             return self._handlers[func](self, *args, **kwargs)
         if is_composite(func):
@@ -204,6 +206,11 @@ class Recorder(TorchFunctionMode):
         if not self.any_depends(args, kwargs):
             return self.derive(func, args, kwargs)
         return self.anything(self, func, args, kwargs)
+
+    def _is_opaque(self, tensor: Tensor) -> bool:
+        """Whether nobody knows whose a tensor is; integers are taken for what they are."""
+        is_number = tensor.is_floating_point() or tensor.is_complex()
+        return is_number and isinstance(self.state(tensor), Opaque)
 
     def derive(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Calculate from parameters alone, keeping the way back to them."""

@@ -37,6 +37,11 @@ Rule = Callable[..., Any]
 _free_slots = list(range(1024))  # one attribute for each tracker at work, on whatever thread
 _serials = itertools.count(1)
 _CONTAINERS = (list, tuple)
+_RESHAPES_ITSELF = frozenset(
+    getattr(packet, overload)
+    for packet in (torch.ops.aten.as_strided_, torch.ops.aten.squeeze_)
+    for overload in packet.overloads()
+)
 
 
 class Mark:
@@ -75,6 +80,7 @@ class Tracker(TorchDispatchMode):
         self._written: dict[int, _Writing] = {}
         self.trail: set[tuple[Any, Any]] = set()  # which operation came after which
         self._last: Any = None
+        self.shape_before: torch.Size | None = None
         self.by_place = False  # whether examples were chosen by their place in the batch
 
     def close(self) -> None:
@@ -83,12 +89,19 @@ class Tracker(TorchDispatchMode):
             _free_slots.insert(0, self._slot)
             self._slot = -1
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # else torch wraps what is called for every operation, and imports its compiler for it
+        return False
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         # called for every operation of a model: it must be quick
         self.trail.add((self._last, func))
         self._last = func
+        if func in _RESHAPES_ITSELF:
+            self.shape_before = args[0].shape
         result = func(*args, **kwargs) if kwargs else func(*args)
         mark, serial = self.mark, self._serial
         for argument in (*args, *kwargs.values()) if kwargs else args:
@@ -113,7 +126,7 @@ class Tracker(TorchDispatchMode):
         mark: Mark | None = getattr(tensor, self.mark, None)
         if mark is not None and mark.serial != self._serial:
             mark = None
-        if self._written and isinstance(tensor, Tensor):
+        if self._written and isinstance(tensor, Tensor) and tensor.layout is torch.strided:
             newer = self._seen_anew(tensor, mark)
             if newer is not None:
                 return newer
@@ -201,6 +214,8 @@ class Tracker(TorchDispatchMode):
         self._remember(base, whole)
 
     def _remember(self, tensor: Tensor, state: State) -> None:
+        if tensor.layout is not torch.strided:
+            return
         self._written[tensor.untyped_storage()._cdata] = _Writing(tensor, state, self._clock)
 
     def _lifted(self, view: Tensor, state: State, base: Tensor) -> State:
