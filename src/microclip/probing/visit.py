@@ -14,13 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from microclip import multitensor
-from microclip.engines.base import CannotFuseError
 from microclip.engines.fused.anything import anything
-from microclip.engines.fused.formed import Formed, Use
+from microclip.engines.fused.formed import Use
 from microclip.engines.fused.groups import Groups
 from microclip.engines.fused.layers import HANDLERS
 from microclip.engines.fused.record import Recorder
-from microclip.engines.fused.uses import sum_of
 from microclip.engines.losses import LossFn, call
 from microclip.engines.randomness import RandomState
 from microclip.microbatches import count_examples, cut, tensors_of
@@ -51,10 +49,15 @@ def single_pass(
     leaves = [leaf for _, leaf in tensors_of(batch)]
     recorder = Recorder(parameters, groups, leaves, HANDLERS, anything)
     collector = _Collector(recorder, on_parameter)
-    with recorder:
+    with recorder.watching():
         losses = losses_of(loss_fn, batch, examples)
-    losses.sum().backward()  # type: ignore[no-untyped-call]
-    collector.complete(parameters)
+        recorder.check_losses(losses)
+    recorder.is_final = True
+    try:
+        losses.sum().backward()  # type: ignore[no-untyped-call]
+        collector.complete()
+    finally:
+        recorder.let_go()
 
 
 class _Collector:
@@ -79,23 +82,11 @@ class _Collector:
         return name in derived or any(name in other.leaves for other in derived.values())
 
     @torch.no_grad()
-    def complete(self, parameters: Parameters) -> None:
+    def complete(self) -> None:
         """Follow derived tensors back, and make sure that nothing went past the recorder."""
-        groups = self._recorder.groups
-        for name, parameter in parameters.items():
-            if parameter.grad is not None:
-                raise CannotFuseError(
-                    f"Parameter {name!r} got a gradient in a way that a single pass cannot see, "
-                    "as reentrant checkpointing and custom functions have it."
-                )
-        for name, derived in self._recorder.derived.items():
-            if name not in self._of:
-                continue
-            shape = (len(groups), *derived.value.shape)
-            formed = [use.form(groups) for use in self._of.pop(name)]
-            gradients = sum_of([gradient.reshape(shape) for gradient in formed])
-            for origin, gradient in derived.pull_back(gradients).items():
-                self._of.setdefault(origin, []).append(Formed(gradient))
+        self._recorder.check_nothing_unseen()
+        for origin, uses in self._recorder.pulled_back(self._of).items():
+            self._of.setdefault(origin, []).extend(uses)
         for name in list(self._of):
             self._on_parameter(name, self._of.pop(name))
 

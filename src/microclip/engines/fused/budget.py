@@ -130,6 +130,8 @@ class Meter:
 
     def save(self, tensor: Tensor) -> Tensor:
         """Take note of a tensor that the forward pass saves."""
+        if tensor.layout is not torch.strided:
+            return tensor
         storage = tensor.untyped_storage()
         address, nbytes = storage.data_ptr(), storage.nbytes()
         if address in self._known:
@@ -143,6 +145,8 @@ class Meter:
 
     def use(self, tensor: Tensor) -> Tensor:
         """Take note that the backward pass has come to a tensor, which it then lets go."""
+        if tensor.layout is not torch.strided:
+            return tensor
         storage = tensor.untyped_storage()
         address, nbytes = storage.data_ptr(), storage.nbytes()
         if address in self._waiting:

@@ -11,9 +11,10 @@ A parameter that meets no example (positions looked up in a table, a transposed 
 
 from __future__ import annotations
 
+import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, cast
@@ -152,7 +153,7 @@ class Recorder(TorchFunctionMode):
         try:
             for tensor in self._examples:
                 self.tracker.set(tensor, self.tracker.along_first)
-            with self.tracker, self:
+            with _without_compiling(), self.tracker, self:
                 yield
         finally:
             for tensor in self._examples:
@@ -529,6 +530,13 @@ class Recorder(TorchFunctionMode):
         self._meter = (meter.save, meter.use)
         with torch.autograd.graph.saved_tensors_hooks(*self._meter):
             yield
+
+
+def _without_compiling() -> AbstractContextManager[Any]:
+    """Let compiled models run as they are written, so that there is something to see."""
+    if "torch._dynamo" not in sys.modules:  # nobody has compiled anything
+        return nullcontext()
+    return torch.compiler.set_stance("force_eager")  # type: ignore[no-untyped-call, no-any-return]
 
 
 MOST_ELEMENTS = 2**26  # of gradients that are mostly zeros
