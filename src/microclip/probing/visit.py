@@ -51,7 +51,7 @@ def single_pass(
     collector = _Collector(recorder, on_parameter)
     with recorder.watching():
         losses = losses_of(loss_fn, batch, examples)
-        recorder.check_losses(losses)
+        losses = recorder.in_order(losses)
     recorder.is_final = True
     try:
         losses.sum().backward()  # type: ignore[no-untyped-call]

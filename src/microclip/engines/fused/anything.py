@@ -10,8 +10,8 @@ from torch import Tensor
 from microclip.engines.base import CannotFuseError
 from microclip.engines.fused.formed import Formed
 from microclip.engines.fused.groups import Block, together
-from microclip.engines.fused.owners import Owned
-from microclip.engines.fused.record import Handler, Recorder, apply, map_tensors
+from microclip.engines.fused.owners import Owned, refuse_gradients_of_nobody
+from microclip.engines.fused.record import MOST_ELEMENTS, Handler, Recorder, apply, map_tensors
 
 
 class _Anything(torch.autograd.Function):
@@ -78,13 +78,34 @@ def anything(recorder: Recorder, func: Any, args: Any, kwargs: Any) -> Any:
             f"The single-pass engine has no algebra for {label}() on parameter {names[0]!r}."
         )
     mine = recorder.owned(result, names[0])
-    if not all(state.owners.is_regular for state in (*states, mine)):
-        raise CannotFuseError(
-            f"The single-pass engine has no algebra for {label}() on parameter {names[0]!r} where "
-            "examples own different numbers of rows."
-        )
+    is_regular = all(state.owners.is_regular for state in (*states, mine))
+
+    def vectorised(function: Handler, *values: Any) -> Any:
+        try:
+            return torch.func.vmap(function)(*values)
+        except RuntimeError as error:
+            raise CannotFuseError(
+                f"The single-pass engine has no algebra for {label}() on parameter {names[0]!r}, "
+                f"and it cannot be vectorised: {error}"
+            ) from error
+
+    def note_all(xs: tuple[Tensor, ...], d: Tensor) -> None:
+        """Where micro-batches cannot be cut out: with the gradients of all others blanked."""
+        refuse_gradients_of_nobody(d, mine.axis, mine.owners, names[0])
+        if len(recorder.groups) * max(x.numel() for x in (*xs, d, *kept)) > MOST_ELEMENTS:
+            raise CannotFuseError(
+                f"The single-pass engine has no algebra for {label}() on parameter {names[0]!r} "
+                "where examples own different numbers of rows."
+            )
+        back = torch.func.vjp(lambda *parameters: run(xs, parameters), *kept)[1]
+        found = vectorised(back, recorder.apart(d, mine))
+        for name, gradient in zip(names, found, strict=True):
+            recorder.on_use(name, Formed(gradient))
 
     def note(xs: tuple[Tensor, ...], d: Tensor) -> None:
+        if not is_regular:
+            note_all(xs, d)
+            return
         parts: list[list[Tensor]] = [[] for _ in kept]
         for block in recorder.groups:
             pieces = [_pieces(block, x, state) for x, state in zip(xs, states, strict=True)]
@@ -94,14 +115,7 @@ def anything(recorder: Recorder, func: Any, args: Any, kwargs: Any) -> Any:
                 back = torch.func.vjp(lambda *parameters: run(piece, parameters), *kept)[1]
                 return back(output)
 
-            try:
-                found = torch.func.vmap(one)(pieces, outputs)
-            except RuntimeError as error:
-                raise CannotFuseError(
-                    f"The single-pass engine has no algebra for {label}() on parameter "
-                    f"{names[0]!r}, and it cannot be vectorised: {error}"
-                ) from error
-            for part, gradient in zip(parts, found, strict=True):
+            for part, gradient in zip(parts, vectorised(one, pieces, outputs), strict=True):
                 part.append(gradient)
         for name, part in zip(names, parts, strict=True):
             recorder.on_use(name, Formed(together(part)))

@@ -118,7 +118,7 @@ class Fused(Engine):
                             "The single-pass engine needs one loss per example, but loss_fn gives "
                             'their mean. Return the losses themselves, as reduction="none" does.'
                         )
-                    recorder.check_losses(losses)
+                    losses = recorder.in_order(losses)
                 means = groups.sum(losses) / groups.sizes_like(losses)
                 weights = recorder.weights_used_once()
                 least = least_to_keep(weights, groups)

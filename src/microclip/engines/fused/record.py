@@ -463,13 +463,16 @@ class Recorder(TorchFunctionMode):
                 f"shape {tuple(shape)}: its gradients would take too much memory."
             )
         refuse_gradients_of_nobody(d, state.axis, state.owners, name)
-        numbers = torch.arange(count, device=d.device)
+        self.on_use(name, Formed(self.apart(d, state).reshape(count, *shape)))
+
+    def apart(self, d: Tensor, state: Owned) -> Tensor:
+        """Return what belongs to each micro-batch, with zeros elsewhere."""
+        numbers = torch.arange(len(self.groups), device=d.device)
         microbatch = self.groups.per_example(numbers)
         owners = state.elements(d.shape, d.device)
         of = torch.where(owners < 0, -1, microbatch[owners.clamp(min=0)])
         mask = of.unsqueeze(0) == numbers.view(-1, *(1,) * d.dim())
-        each = torch.where(mask, d.unsqueeze(0), 0)
-        self.on_use(name, Formed(each.reshape(count, *shape)))
+        return torch.where(mask, d.unsqueeze(0), 0)
 
     def pulled_back(self, uses: dict[str, list[Use]]) -> dict[str, list[Use]]:
         """Take the uses of derived tensors away, and return what they are to the parameters."""
@@ -496,8 +499,8 @@ class Recorder(TorchFunctionMode):
                     "cannot see, as reentrant checkpointing and custom functions have it."
                 )
 
-    def check_losses(self, losses: Tensor) -> None:
-        """Make sure that every loss is its own example's."""
+    def in_order(self, losses: Tensor) -> Tensor:
+        """Return the losses in the order of the examples, each its own example's, or refuse."""
         state = self.state(losses)
         if isinstance(state, Opaque):
             raise CannotFuseError(
@@ -506,11 +509,16 @@ class Recorder(TorchFunctionMode):
             )
         if not isinstance(state, Owned):
             raise CannotFuseError("The losses do not seem to depend on the examples.")
-        mine = self.tracker.along_first.owners.joined(state.owners) if state.axis == 0 else None
-        if mine is None:
+        if self.tracker.along_first.owners.joined(state.owners) is not None and state.axis == 0:
+            return losses
+        owners = self.owned(losses, None).owners.vector(losses.device)
+        order = owners.argsort()
+        if not torch.equal(owners[order], torch.arange(len(losses), device=losses.device)):
             raise CannotFuseError(
-                "The losses are not in the order of the examples: loss i must be of example i."
+                "The single-pass engine needs one loss of every example, but some examples have "
+                f"several: they belong to examples {owners.tolist()}."
             )
+        return losses[order]
 
     def let_go(self) -> None:
         """Forget whom uses are told.
