@@ -61,9 +61,10 @@ class Clipper:
         scope: For models sharded with `fully_shard`: "rank" makes micro-batches of one rank's
             examples, "world" of what all ranks process at the same time.
         verify: How often single passes are checked against a micro-batch alone: "rarely" (on the
-            first batch, at steps 2, 4, 8, ... and whenever the model does something new: at most 1 %
-            of the time), "always", "never", or a number n for every n-th step as well. Where they
-            differ, the step is done again by streaming, and a warning says which parameter it was.
+            first batch, at steps 2, 4, 8, ... and whenever the model does something new, which
+            takes at most 1 % of the time), "always", "never", or a number n for every n-th step as
+            well. Where they differ, the step is redone by streaming, with a warning that names the
+            parameter.
         ledger: A `microclip.Ledger`, which then records every finished step.
     """
 

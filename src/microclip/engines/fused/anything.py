@@ -43,7 +43,11 @@ class _Anything(torch.autograd.Function):
 def anything(recorder: Recorder, func: Any, args: Any, kwargs: Any) -> Any:
     """Run a function, and find what its parameters' micro-batch gradients are afterwards."""
     label = getattr(func, "__name__", str(func))
-    if kwargs.get("out") is not None or label.startswith("__set") or label.rstrip("_") + "_" == label:
+    if (
+        kwargs.get("out") is not None
+        or label.startswith("__set")
+        or label.rstrip("_") + "_" == label
+    ):
         raise CannotFuseError(
             f"The single-pass engine cannot follow {label}(), which changes a tensor in place, "
             f"with parameter {recorder.first_name((args, kwargs))!r}."

@@ -25,7 +25,7 @@ _OPERATORS = {
 _OTHERS = {
     "multiply", "subtract", "divide", "true_divide", "floor_divide", "negative", "masked_fill",
     "where", "lerp", "addcmul", "addcdiv", "clamp", "clip", "softplus", "hardswish", "not_equal",
-    "greater", "less", "greater_equal", "less_equal", "logaddexp", "polar", "complex", "type_as",
+    "greater", "less", "greater_equal", "less_equal", "logaddexp", "polar", "complex",
 }  # fmt: skip
 
 
@@ -233,12 +233,11 @@ def joined(func: Any) -> Any:
         place = dim % (tensors[0].dim() + (func is torch.stack))
         owned = next(each for each in others if recorder.depends(each))
         state = recorder.state(owned)
-        if isinstance(state, Owned) and (state.axis is None or state.axis == place):
-            if func is torch.cat:
-                raise CannotFuseError(
-                    f"The single-pass engine cannot follow {func.__name__}(), which puts "
-                    f"parameter {recorder.first_name(tensors)!r} between examples."
-                )
+        if func is torch.cat and isinstance(state, Owned) and state.axis in (None, place):
+            raise CannotFuseError(
+                "The single-pass engine cannot follow cat(), which puts parameter "
+                f"{recorder.first_name(tensors)!r} between examples."
+            )
         mine = owned_or_refused(recorder, state, func, tensors)
         parts = [
             with_copies(recorder, each, each.shape, mine) if recorder.is_recorded(each) else each

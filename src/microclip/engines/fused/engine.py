@@ -39,12 +39,11 @@ from microclip.engines.sums import Sums
 from microclip.engines.two_pass import copies_of_buffers, put_back
 from microclip.microbatches import Cuts, copied, tensors_of
 
-
 # what torch says where the engine's way of recording is in a model's way
 FAILURES = {
     "saved tensor hooks": "The single-pass engine cannot look into transforms of torch.func.",
-    "appears to not have been used in the graph": "The single-pass engine cannot follow losses that "
-    "are made of gradients of parameters.",
+    "to not have been used in the graph": "The single-pass engine cannot follow losses that are "
+    "made of gradients of parameters.",
 }
 
 
@@ -141,9 +140,7 @@ class Fused(Engine):
         reads = recorder.reads.values
         return _Pass(uses, norms, means.detach(), losses.detach(), trail, reads, by_place)
 
-    def _verify(
-        self, loss_fn: LossFn, chunk: Cuts, found: _Pass, before: Randomness
-    ) -> None:
+    def _verify(self, loss_fn: LossFn, chunk: Cuts, found: _Pass, before: Randomness) -> None:
         """Compare one micro-batch's gradients with those that it has alone.
 
         On the first batch the examples are shuffled, too. Where random numbers are drawn, a pass

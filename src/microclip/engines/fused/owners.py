@@ -151,9 +151,7 @@ def arranged(tensor: Tensor, axis: int | None, owners: Owners) -> Tensor:
         assert axis is not None
         split = tensor.unflatten(axis, (owners.outer, owners.examples, owners.inner))
         moved = split.movedim((axis + 1, axis, axis + 2), (0, 1, 2))
-        return moved.reshape(
-            owners.examples, owners.outer * owners.inner, *moved.shape[3:]
-        )
+        return moved.reshape(owners.examples, owners.outer * owners.inner, *moved.shape[3:])
     rows = tensor.unsqueeze(0) if axis is None else tensor.movedim(axis, 0)
     index, real, _ = owners.padded
     index, real = index.to(rows.device), real.to(rows.device)
@@ -224,7 +222,7 @@ DERIVED = Derived()
 State = Owned | Opaque | Derived
 
 
-def from_elements(owners: Tensor, examples: int) -> Owned | None | bool:
+def from_elements(owners: Tensor, examples: int) -> Owned | bool | None:
     """Find the axis along which a tensor's elements change their owner.
 
     Returns:

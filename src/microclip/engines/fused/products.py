@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -131,8 +132,15 @@ def _product(
         args = (*args, bias) if func is F.linear else args
         return recorder.derive(func, args, {})  # type: ignore[no-any-return]
     w, b = recorder.name(weight), recorder.name(bias)
-    if weight.dim() != 2 or (bias is not None and bias.dim() > 1):
-        product = recorder.anything(recorder, F.linear, (x, weight), {})
+    plain = weight.dim() == 2 and (bias is None or bias.dim() <= 1)
+    if not plain or x.is_complex() or weight.is_complex():
+        args = (x, weight) if transposed else (x, weight.mT)
+        if recorder.is_recorded(weight) and not transposed:
+            args = (x, recorder.derive(torch.Tensor.transpose, (weight, -1, -2), {}))
+        if recorder.is_recorded(weight):
+            product = recorder.anything(recorder, torch.matmul, args, {})
+        else:
+            product = torch.matmul(*args)
         return _plus(recorder, product, bias)
     state = recorder.owned(x, w or b)
     if state.axis == x.dim() - 1 and x.dim() > 1:
@@ -324,7 +332,7 @@ def grouped_mm(
     ends = [0, *offs.tolist()]
     parts = []
     with recorder:
-        for expert, (start, stop) in enumerate(zip(ends[:-1], ends[1:], strict=True)):
+        for expert, (start, stop) in enumerate(pairwise(ends)):
             if stop > start:
                 parts.append(input[start:stop] @ mat2[expert])
         if ends[-1] < len(input):  # rows beyond the last group are left as they come

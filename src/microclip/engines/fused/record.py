@@ -99,6 +99,10 @@ class HostReads(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+# functions whose other argument only says what form the first is to have
+TAKE_THE_FORM = frozenset(
+    getattr(Tensor, name) for name in ("to", "type_as", "view_as", "reshape_as", "resize_as")
+)
 HOST_READS = frozenset(
     getattr(Tensor, name)
     for name in ("item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__")
@@ -202,6 +206,8 @@ class Recorder(TorchFunctionMode):
         if is_composite(func):
             with self:  # look inside
                 return without_dispatch(func)(*args, **kwargs)
+        if func in TAKE_THE_FORM and not self.depends(args[0]):
+            return self.derive(func, args, kwargs)
         if elementwise.is_pointwise(func):
             return elementwise.pointwise(self, func, args, kwargs)
         if not self.any_depends(args, kwargs):

@@ -55,9 +55,7 @@ class _Layer:
                 if more:
                     at = len(state[0])
                     fresh = tuple(self._alike(part[at : at + more], inputs[time]) for part in rest)
-                    state = tuple(
-                        torch.cat(pair) for pair in zip(state, fresh, strict=True)
-                    )
+                    state = tuple(torch.cat(pair) for pair in zip(state, fresh, strict=True))
                 state = self._step(products[time], state, inputs[time])
                 outputs[time] = state[0]
             return outputs, state
@@ -125,7 +123,11 @@ def _run(
             outputs, final = part.run(times, start, direction == 1)
             found.append(outputs)
             finals.append(final)
-        times = [torch.cat(pair, -1) for pair in zip(*found, strict=True)] if directions > 1 else found[0]
+        times = (
+            [torch.cat(pair, -1) for pair in zip(*found, strict=True)]
+            if directions > 1
+            else found[0]
+        )
         if dropout and training and layer + 1 < layers:
             times = [F.dropout(x, dropout) for x in times]
     return list(times), tuple(torch.stack(parts) for parts in zip(*finals, strict=True))
@@ -160,10 +162,8 @@ def _recurrent(step: Step, original: Any, is_lstm: bool) -> Handler:
                 recorder, step, times, states, weights, biases, layers, dropout, training,
                 bidirectional,
             )  # fmt: skip
-            if packed:
-                output = torch.cat(outputs)
-            else:
-                output = torch.stack(outputs, 1 if batch_first else 0)
+            time = 1 if not packed and options[5] else 0
+            output = torch.cat(outputs) if packed else torch.stack(outputs, time)
         return (output, *finals)
 
     return handler

@@ -1,9 +1,9 @@
 """Following, through every operation of a forward pass, which example owns which part of a tensor.
 
-The tracker sees operations the way torch's dispatcher does, so that each has one spelling, and keeps
-what it knows in an attribute of the tensors. A tensor without one is a constant. What an operation
-does to owners is in `propagation`; one that is not listed there makes its result opaque, and so does
-one that mixes examples.
+The tracker sees operations the way torch's dispatcher does, so that each has one spelling, and
+keeps what it knows in an attribute of the tensors. A tensor without one is a constant. What an
+operation does to owners is in `propagation`; one that is not listed there makes its result opaque,
+and so does one that mixes examples.
 
 Owners serve two ends. A parameter's gradient is taken apart by the owners of the rows that it met,
 which is right if no row has a say in another example's loss: along every differentiable way from a
@@ -80,7 +80,7 @@ class Tracker(TorchDispatchMode):
         self._written: dict[int, _Writing] = {}
         self.trail: set[tuple[Any, Any]] = set()  # which operation came after which
         self._last: Any = None
-        self.shape_before: torch.Size | None = None
+        self.before: tuple[torch.Size, tuple[int, ...], int] | None = None
         self.by_place = False  # whether examples were chosen by their place in the batch
 
     def close(self) -> None:
@@ -101,7 +101,7 @@ class Tracker(TorchDispatchMode):
         self.trail.add((self._last, func))
         self._last = func
         if func in _RESHAPES_ITSELF:
-            self.shape_before = args[0].shape
+            self.before = args[0].shape, args[0].stride(), args[0].storage_offset()
         result = func(*args, **kwargs) if kwargs else func(*args)
         mark, serial = self.mark, self._serial
         for argument in (*args, *kwargs.values()) if kwargs else args:
@@ -131,11 +131,7 @@ class Tracker(TorchDispatchMode):
             if newer is not None:
                 return newer
         if mark is None:
-            if (
-                isinstance(tensor, Tensor)
-                and tensor.requires_grad
-                and tensor.grad_fn is not None
-            ):
+            if isinstance(tensor, Tensor) and tensor.requires_grad and tensor.grad_fn is not None:
                 return Opaque("a tensor whose gradient goes somewhere that cannot be seen")
             return None
         if mark.state is DERIVED and not tensor.requires_grad:
@@ -197,7 +193,7 @@ class Tracker(TorchDispatchMode):
                 self.set(tensor, each)
 
     def write(self, tensor: Tensor, state: State | None) -> None:
-        """Take note that a tensor was changed in place, for it and for all that share its memory."""
+        """Take note that a tensor was changed in place, for all that share its memory."""
         before = self.state(tensor)
         if state is None or state == before:
             return

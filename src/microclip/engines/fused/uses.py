@@ -258,7 +258,9 @@ def merged(uses: list[Use]) -> list[Use]:
     rows = [use for use in uses if isinstance(use, Rows)]
     if len(rows) < MERGING_PAYS or len({(use.inputs_first, use.deltas.dtype) for use in rows}) > 1:
         return uses
-    inputs, deltas = (torch.cat(side, 1) for side in zip(*[(r.inputs, r.deltas) for r in rows], strict=True))
+    inputs, deltas = (
+        torch.cat(side, 1) for side in zip(*[(r.inputs, r.deltas) for r in rows], strict=True)
+    )
     others = [use for use in uses if not isinstance(use, Rows)]
     return [Rows(inputs, deltas, rows[0].inputs_first), *others]
 

@@ -130,7 +130,7 @@ class Verifier:
 class Randomness:
     """All the generators that a model may draw from."""
 
-    torch: RandomState
+    tensors: RandomState
     python: Any
     numpy: Any
 
@@ -144,7 +144,7 @@ class Randomness:
     def moved(self, devices: set[torch.device]) -> bool:
         """Whether any number was drawn since."""
         now = Randomness.now(devices)
-        if not now.torch.equals(self.torch) or now.python != self.python:
+        if not now.tensors.equals(self.tensors) or now.python != self.python:
             return True
         if self.numpy is None or now.numpy is None:
             return False
@@ -156,7 +156,7 @@ class Randomness:
 
     def restore(self) -> None:
         """Make this the present state again."""
-        self.torch.restore()
+        self.tensors.restore()
         random.setstate(self.python)
         if self.numpy is not None:
             sys.modules["numpy"].random.set_state(self.numpy)

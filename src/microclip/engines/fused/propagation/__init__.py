@@ -1,0 +1,27 @@
+"""What each operation does to the owners of its inputs: one rule for a family of operations.
+
+A rule gets the tracker, the operation, its arguments and its result, and returns the state of the
+result, or a list with one for each. Integers that say *where* something goes (indices, lengths,
+offsets) are taken for what they are, whoever made them: they are no part of a gradient.
+"""
+
+from microclip.engines.fused.propagation import (
+    indexing,
+    layers,
+    pointwise,
+    products,
+    reductions,
+    views,
+)
+from microclip.engines.fused.propagation.registry import combined, rule_for
+
+__all__ = [
+    "combined",
+    "indexing",
+    "layers",
+    "pointwise",
+    "products",
+    "reductions",
+    "rule_for",
+    "views",
+]

@@ -1,0 +1,238 @@
+"""The register of rules, and what they have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache, wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from microclip.engines.fused.owners import (
+    DERIVED,
+    NOBODY,
+    Opaque,
+    Owned,
+    Owners,
+    State,
+    from_elements,
+)
+from microclip.engines.fused.tracker import Rule, Tracker
+
+RULES: dict[str, Rule] = {}  # by the name of an operation
+
+
+def rule(*names: str) -> Callable[[Rule], Rule]:
+    """Let a function be the rule of these operations, in all their overloads and in place."""
+
+    def register(function: Rule) -> Rule:
+        for name in names:
+            RULES[name] = function
+        return function
+
+    return register
+
+
+@cache
+def rule_for(func: Any) -> tuple[Rule, Callable[[Any, Any], list[Tensor]] | None]:
+    """Return an operation's rule, and what it writes to if it changes anything in place."""
+    name = func._schema.name.removeprefix("aten::")
+    plain = name.removesuffix("_") if func._schema.is_mutable else name
+    found = RULES.get(name) or RULES.get(plain)
+    if found is None and func.namespace != "aten":
+        found = RULES.get(func._schema.name)
+    if found is None and torch.Tag.pointwise in func.tags:
+        found = RULES["pointwise"]
+    if found is None and _is_view(func):
+        found = RULES["any view"]
+    return found or unknown, _writes(func) if func._schema.is_mutable else None
+
+
+def _is_view(func: Any) -> bool:
+    return any(
+        each.alias_info is not None and not each.alias_info.is_write
+        for each in func._schema.arguments
+    )
+
+
+def _writes(func: Any) -> Callable[[Any, Any], list[Tensor]]:
+    places = [
+        (index, argument.name)
+        for index, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+
+    def written(args: Any, kwargs: Any) -> list[Tensor]:
+        found = [kwargs[name] if name in kwargs else args[i] for i, name in places]
+        return [each for value in found for each in tensors_in(value)]
+
+    return written
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """Return the tensors of one argument."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, list | tuple):
+        return [each for each in value if isinstance(each, Tensor)]
+    return []
+
+
+def named(func: Any, args: Any, kwargs: Any, *names: str) -> list[Any]:
+    """Return some of an operation's arguments by their names in its schema."""
+    found = {}
+    for index, argument in enumerate(func._schema.arguments):
+        if argument.name in names:
+            if argument.name in kwargs:
+                found[argument.name] = kwargs[argument.name]
+            elif index < len(args):
+                found[argument.name] = args[index]
+            else:
+                found[argument.name] = argument.default_value
+    return [found.get(name) for name in names]
+
+
+def settled(
+    tracker: Tracker, func: Any, states: Iterable[State | None]
+) -> tuple[State | None, bool]:
+    """Return the state of a result that needs no rule, and whether that is so.
+
+    Nothing known, something opaque, parameters, or all of it one example's.
+    """
+    owned: list[Owned] = []
+    derived = False
+    for state in states:
+        if state is None:
+            continue
+        if isinstance(state, Opaque):
+            return state, True
+        if isinstance(state, Owned):
+            owned.append(state)
+        else:
+            derived = True
+    if derived and torch.is_grad_enabled():
+        if owned:
+            return tracker.opaque(f"a parameter that meets examples unseen, in {label(func)}"), True
+        return DERIVED, True
+    if not owned:
+        return None, True
+    first = owned[0]
+    if all(each.axis is None for each in owned):
+        example = first.example
+        if all(each is first or each.example == example for each in owned):
+            return first, True
+        return mixed(tracker, func), True
+    return None, False
+
+
+def label(func: Any) -> str:
+    """Return an operation's name, to speak of it."""
+    return f"{func._schema.name.removeprefix('aten::')}()"
+
+
+def mixed(tracker: Tracker, func: Any) -> Opaque:
+    """Return the state of what several examples have a part in."""
+    return tracker.opaque(f"{label(func)}, which mixes examples,")
+
+
+def unknown(tracker: Tracker, func: Any, args: Any, kwargs: Any, result: Any) -> Any:
+    """Any operation that has no rule: its result is opaque if it depends on examples."""
+    every = [t for value in (*args, *kwargs.values()) for t in tensors_in(value)]
+    state, done = settled(tracker, func, [tracker.state(tensor) for tensor in every])
+    if done and not isinstance(state, Owned):
+        return state
+    return tracker.opaque(f"{label(func)}, whose way with examples is not known,")
+
+
+def constant(tracker: Tracker, func: Any, args: Any, kwargs: Any, result: Any) -> Any:
+    """Operations whose results have nothing of their inputs but shapes."""
+    return None
+
+
+for _name in (
+    "zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "randint_like",
+    "new_zeros", "new_ones", "new_empty", "new_full", "new_empty_strided", "zero", "arange",
+    "uniform", "normal", "exponential", "random", "log_normal", "cauchy", "geometric",
+    "_local_scalar_dense", "equal", "is_same_size",
+):  # fmt: skip
+    RULES[_name] = constant
+
+
+def combined(
+    tracker: Tracker, func: Any, parts: Iterable[tuple[Tensor, State | None]], shape: Sequence[int]
+) -> State | None:
+    """Return the state of what is made element by element, with broadcasting."""
+    dims = len(shape)
+    axis: int | None = None
+    owners: Owners | None = None
+    last: Owned | None = None
+    derived = False
+    for tensor, state in parts:
+        if state is None:
+            continue
+        if not isinstance(state, Owned):
+            if isinstance(state, Opaque):
+                return state
+            derived = True
+            continue
+        here, those = state.axis, state.owners
+        if here is not None:
+            there = here + dims - tensor.dim()
+            if there < 0:
+                return mixed(tracker, func)
+            # the only row is given to all
+            here = there if tensor.shape[here] == shape[there] else None
+        if owners is None:
+            axis, owners, last = here, those, state
+            continue
+        if here == axis:
+            if those is not owners:
+                joint = owners.joined(those)
+                if joint is None:
+                    return mixed(tracker, func)
+                owners = joint
+        elif here is None or axis is None:
+            alone, others = (those, owners) if here is None else (owners, those)
+            if alone.only is None or alone.only not in (NOBODY, others.only):
+                return mixed(tracker, func)
+            axis, owners = (axis, owners) if here is None else (here, those)
+        else:
+            return mixed(tracker, func)
+    if derived and torch.is_grad_enabled():
+        if owners is not None:
+            return tracker.opaque(f"a parameter that meets examples unseen, in {label(func)}")
+        return DERIVED
+    if owners is None or last is None:
+        return None
+    return last if last.axis == axis and last.owners is owners else Owned(axis, owners)
+
+
+def of_first(body: Rule) -> Rule:
+    """Let a rule be asked only where the first argument is owned along some axis."""
+
+    @wraps(body)
+    def checked(tracker: Tracker, func: Any, args: Any, kwargs: Any, result: Any) -> Any:
+        state = tracker.state(args[0])
+        if not isinstance(state, Owned) or state.axis is None:
+            return state
+        return body(tracker, func, args, kwargs, result, state)
+
+    return checked
+
+
+def owned_rule(*names: str) -> Callable[[Rule], Rule]:
+    """Let a function be the rule where the first argument is owned along some axis."""
+
+    def register(body: Rule) -> Rule:
+        return rule(*names)(of_first(body))
+
+    return register
+
+
+def by_elements(tracker: Tracker, func: Any, elements: Tensor) -> State | None:
+    """Return the state of a tensor from the owner of each of its elements."""
+    found = from_elements(elements, tracker.examples)
+    if found is False:
+        return tracker.opaque(f"{label(func)}, which leaves examples along no one dimension,")
+    return found or None
