@@ -150,7 +150,7 @@ def _difference(found: Gradients, trusted: Gradients) -> float:
         sum(float(part.double().norm()) ** 2 for part in parts) ** 0.5
         for parts in (errors, trusted.values())
     )
-    return total / norm if norm else total
+    return float(total / norm if norm else total)
 
 
 def _wait_for(devices: set[torch.device]) -> None:

@@ -158,7 +158,7 @@ def _pieces(block: Block, tensor: Tensor, state: Owned) -> Tensor:
     """Return (micro-batches of a block, ...), each as if it were alone."""
     owners, axis = state.owners, state.axis
     assert axis is not None
-    split = tensor.unflatten(axis, (owners.outer, owners.examples, owners.inner))
+    split = torch.unflatten(tensor, axis, (owners.outer, owners.examples, owners.inner))
     chosen = split.narrow(axis + 1, block.first_example, block.count * block.size)
-    chosen = chosen.unflatten(axis + 1, (block.count, block.size)).movedim(axis + 1, 0)
+    chosen = torch.unflatten(chosen, axis + 1, (block.count, block.size)).movedim(axis + 1, 0)
     return chosen.flatten(axis + 1, axis + 3)

@@ -36,7 +36,8 @@ def _pointwise_names() -> frozenset[str]:
     for name in dir(torch.ops.aten):
         packet = getattr(torch.ops.aten, name)
         if isinstance(packet, torch._ops.OpOverloadPacket) and any(
-            torch.Tag.pointwise in getattr(packet, overload).tags for overload in packet.overloads()
+            torch.Tag.pointwise in getattr(packet, overload).tags
+            for overload in packet.overloads()  # type: ignore[no-untyped-call]
         ):
             found.add(name.removesuffix("_"))
     return frozenset(found - {"max", "min", "equal", "clone"})

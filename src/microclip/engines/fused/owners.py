@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -149,7 +150,7 @@ def arranged(tensor: Tensor, axis: int | None, owners: Owners) -> Tensor:
         if axis == 0 and owners.outer == 1:
             return tensor.reshape(owners.examples, owners.inner, *tensor.shape[1:])
         assert axis is not None
-        split = tensor.unflatten(axis, (owners.outer, owners.examples, owners.inner))
+        split = torch.unflatten(tensor, axis, (owners.outer, owners.examples, owners.inner))
         moved = split.movedim((axis + 1, axis, axis + 2), (0, 1, 2))
         return moved.reshape(owners.examples, owners.outer * owners.inner, *moved.shape[3:])
     rows = tensor.unsqueeze(0) if axis is None else tensor.movedim(axis, 0)
@@ -222,7 +223,7 @@ DERIVED = Derived()
 State = Owned | Opaque | Derived
 
 
-def from_elements(owners: Tensor, examples: int) -> Owned | bool | None:
+def from_elements(owners: Tensor, examples: int) -> Owned | Literal[False] | None:
     """Find the axis along which a tensor's elements change their owner.
 
     Returns:

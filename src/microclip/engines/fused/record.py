@@ -62,7 +62,7 @@ class Derived:
         except RuntimeError:  # something on the way cannot be vectorised
             rows = [self._back(gradient, False) for gradient in gradients]
             found = tuple(
-                None if each[0] is None else torch.stack(list(each))  # type: ignore[arg-type]
+                None if each[0] is None else torch.stack(list(each))
                 for each in zip(*rows, strict=True)
             )
         return {n: g for n, g in zip(names, found, strict=True) if g is not None}
@@ -146,10 +146,6 @@ class Recorder(TorchFunctionMode):
         device = next(iter(parameters.values())).device
         # makes outputs differentiable where inputs are data and weights are kept out
         self.anchor = torch.zeros((), device=device, requires_grad=True)
-
-    def __enter__(self) -> Recorder:
-        super().__enter__()
-        return self
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -452,7 +448,7 @@ class Recorder(TorchFunctionMode):
             if self.is_final:
                 note(name, tensor.shape, mine, d)
 
-        copies.register_hook(take)
+        copies.register_hook(take)  # type: ignore[no-untyped-call]
         return self.own(copies, mine)
 
     def _note_copies(self, name: str, shape: torch.Size, state: Owned, d: Tensor) -> None:
@@ -550,7 +546,8 @@ def _without_compiling() -> AbstractContextManager[Any]:
     """Let compiled models run as they are written, so that there is something to see."""
     if "torch._dynamo" not in sys.modules:  # nobody has compiled anything
         return nullcontext()
-    return torch.compiler.set_stance("force_eager")  # type: ignore[no-untyped-call, no-any-return]
+    stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return stance
 
 
 MOST_ELEMENTS = 2**26  # of gradients that are mostly zeros

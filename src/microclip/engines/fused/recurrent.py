@@ -76,7 +76,8 @@ class _Layer:
         assert self.w_ih is not None
         if len(set(sizes)) == 1:
             return list(F.linear(torch.stack(list(inputs), 1), self.w_ih, self.b_ih).unbind(1))
-        return list(F.linear(torch.cat(list(inputs)), self.w_ih, self.b_ih).split(sizes))
+        together = F.linear(torch.cat(list(inputs)), self.w_ih, self.b_ih)
+        return list(torch.split(together, sizes))
 
     def _alike(self, part: Tensor, x: Tensor) -> Tensor:
         """Give a constant state the owners of the rows that it goes with."""
@@ -88,6 +89,7 @@ class _Layer:
 
     def _step(self, product: Tensor, state: State, x: Tensor) -> State:
         state = tuple(self._alike(part, x) for part in state)
+        assert self.w_hh is not None
         found = self.step(product, F.linear(state[0], self.w_hh, self.b_hh), state)
         if self.w_hr is not None:
             found = (F.linear(found[0], self.w_hr), *found[1:])

@@ -40,7 +40,7 @@ _CONTAINERS = (list, tuple)
 _RESHAPES_ITSELF = frozenset(
     getattr(packet, overload)
     for packet in (torch.ops.aten.as_strided_, torch.ops.aten.squeeze_)
-    for overload in packet.overloads()
+    for overload in packet.overloads()  # type: ignore[no-untyped-call]
 )
 
 
@@ -64,11 +64,11 @@ class _Writing:
         self.offset, self.state, self.time = tensor.storage_offset(), state, time
 
 
-class Tracker(TorchDispatchMode):
+class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Marks every tensor that depends on the examples or on recorded parameters."""
 
     def __init__(self, examples: int, model: nn.Module | None = None) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.examples = examples
         self.along_first = Owned(0, Owners(examples))
         self.derived: dict[int, Tensor] = {}  # by id, and so that ids stay theirs
@@ -241,7 +241,7 @@ class Tracker(TorchDispatchMode):
         if writing is None or (mark is not None and mark.time >= writing.time):
             return None
         state = writing.state
-        if state is DERIVED:
+        if isinstance(state, Derived):
             return DERIVED if tensor.requires_grad else None
         if isinstance(state, Opaque):
             return state

@@ -40,13 +40,18 @@ def _masks_as_numbers(indices: Sequence[Tensor | None], dims: int) -> list[Tenso
     return found + [None] * (dims - len(found))
 
 
+def broadcast_shapes(*shapes: torch.Size) -> torch.Size:
+    """Return what shapes are broadcast to."""
+    return torch.broadcast_shapes(*shapes)  # type: ignore[no-untyped-call, no-any-return]
+
+
 class _Selection:
     """What x[indices] chooses of x: an index shape in place of the indexed dimensions."""
 
     def __init__(self, x: Tensor, indices: Sequence[Tensor | None]) -> None:
         self.indices = _masks_as_numbers(indices, x.dim())
         self.dims = [dim for dim, each in enumerate(self.indices) if each is not None]
-        self.shape = torch.broadcast_shapes(*(self.at(dim).shape for dim in self.dims))
+        self.shape = broadcast_shapes(*(self.at(dim).shape for dim in self.dims))
         together = self.dims == list(range(self.dims[0], self.dims[-1] + 1))
         self.start = self.dims[0] if together else 0
         self.kept = [dim for dim in range(x.dim()) if dim not in self.dims]
@@ -339,7 +344,7 @@ def masked_select(tracker: Tracker, func: Any, args: Any, kwargs: Any, result: A
     if not isinstance(state, Owned) or state.axis is None:
         return state
     with tracker.paused():
-        shape = torch.broadcast_shapes(x.shape, mask.shape)
+        shape = broadcast_shapes(x.shape, mask.shape)
         elements = state.elements(x.shape, mask.device).expand(shape)
         return by_elements(tracker, func, elements.masked_select(mask))
 

@@ -106,8 +106,8 @@ def group_norm(tracker: Tracker, func: Any, args: Any, kwargs: Any, result: Any)
 
 
 @rule("native_batch_norm", "_native_batch_norm_legit", "_batch_norm_with_update",
-      "cudnn_batch_norm", "_native_batch_norm_legit_no_training", "_batch_norm_no_update", "batch_norm",
-      "_batch_norm_impl_index")  # fmt: skip
+      "cudnn_batch_norm", "_native_batch_norm_legit_no_training", "_batch_norm_no_update",
+      "batch_norm", "_batch_norm_impl_index")  # fmt: skip
 def batch_norm(tracker: Tracker, func: Any, args: Any, kwargs: Any, result: Any) -> Any:
     """Statistics over everything but the channels, unless they are given."""
     states = [tracker.state(each) for each in args[:5] if isinstance(each, Tensor)]

@@ -12,9 +12,9 @@ from microclip.engines.fused.tracker import Tracker
 
 
 @rule(
-    "pointwise", "_to_copy", "masked_fill", "bernoulli", "log_sigmoid_forward", "hardswish", "_prelu_kernel",
-    "rrelu_with_noise", "softplus", "polar", "complex", "real", "imag", "isin", "bucketize",
-    "addcmul", "addcdiv", "lerp", "where", "copysign", "gelu", "silu",
+    "pointwise", "_to_copy", "masked_fill", "bernoulli", "log_sigmoid_forward", "hardswish",
+    "_prelu_kernel", "rrelu_with_noise", "softplus", "polar", "complex", "real", "imag", "isin",
+    "bucketize", "addcmul", "addcdiv", "lerp", "where", "copysign", "gelu", "silu",
     "fake_quantize_per_tensor_affine_cachemask", "_conj", "conj", "_neg_view", "resolve_conj",
     "resolve_neg", "fill", "nan_to_num", "floor_divide", "clamp", "poisson",
 )  # fmt: skip

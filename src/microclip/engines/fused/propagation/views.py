@@ -74,7 +74,7 @@ def _none() -> Tensor:
 def permute(tracker: Tracker, func: Any, args: Any, kwargs: Any, result: Any, state: Owned) -> Any:
     """Axes in another order."""
     dims = [dim % len(args[1]) for dim in args[1]]
-    return state.at(dims.index(state.axis))  # type: ignore[arg-type]
+    return state.at(dims.index(state.axis))
 
 
 @owned_rule("transpose")
