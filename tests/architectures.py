@@ -9,6 +9,7 @@ import contextlib
 import gc
 import json
 import logging
+import math
 import re
 import signal
 import sys
@@ -361,10 +362,11 @@ def case_of(name: str, model: nn.Module, plan: Plan) -> Case:
     once, again = loss_fn(first), loss_fn(first)
     if not torch.equal(once, again):
         raise ValueError("not deterministic")
-    if not once.isfinite().all():
-        raise ValueError("the loss is not finite")
     second = second_batch(model, plan, loss_fn)
-    return Case(name, model, loss_fn, (first, second), plan, outputs)
+    case = Case(name, model, loss_fn, (first, second), plan, outputs)
+    if not math.isfinite(norm(gradient(case, once.sum()))):
+        raise ValueError("the gradient is not finite")
+    return case
 
 
 def second_batch(model, plan, loss_fn) -> dict[str, Tensor]:

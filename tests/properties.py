@@ -80,12 +80,12 @@ class Cell:
         } | options
         return Clipper(model or self.case.model, self.b, **options)
 
-    def run(self, batch=None, loss_fn=None, domains=None):
+    def run(self, batch=None, loss_fn=None, domains=None, **options):
         """Return the gradient that a clipper leaves in empty `.grad`s, and the outcome."""
         case = self.case
         case.model.zero_grad(set_to_none=True)
         batch = case.batch if batch is None else batch
-        outcome = self.clipper().backward(
+        outcome = self.clipper(**options).backward(
             loss_fn or self.loss_fn, batch, domains=domains or self.labels
         )
         gradient = [p.grad for p in case.parameters]

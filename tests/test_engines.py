@@ -116,8 +116,8 @@ class TestWithoutHostSynchronisation:
         for engine in properties.engines_for(name):
             cell = properties.Cell("gpt", name, engine, 2, torch.float32, domains)
             gradients, sizes, labels = properties.stored_gradients("gpt", cell.dtype, 2, domains)
-            with NoReading():
-                found, outcome = cell.run()
+            with NoReading():  # a check of a single pass would
+                found, outcome = cell.run(verify="never")
             wanted, norms, _ = reference.clipped_gradient(
                 gradients, sizes, reference.WEIGH[name], domains=labels
             )

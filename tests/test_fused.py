@@ -362,31 +362,28 @@ class TestRefusals:
         model = nn.Embedding(4, 2, sparse=True)
         self.refused(model, lambda x: model(x).mean(1), torch.tensor([0, 1, 2, 3]), "sparse")
 
-    def test_examples_nowhere_near_the_first_dimension(self):
-        model = nn.Linear(3, 2)
+    def test_mixed_examples_by_function_and_module(self):
+        class Centre(nn.Module):
+            def forward(self, x):
+                return x - x.mean(0)
+
+        model = nn.Sequential(nn.Linear(3, 3), Centre(), nn.Linear(3, 2))
+        words = r"result of mean\(\), which mixes examples, in module '1' \(Centre\)"
+        self.refused(model, lambda x: model(x).mean(1), torch.randn(4, 3), words)
+
+    def test_parameters_between_examples(self):
+        model = nn.ParameterList([torch.randn(1, 3), torch.randn(3)])
+
+        def loss_fn(x):
+            return (torch.cat([x, model[0]]) * model[1]).sum(1)[: len(x)]
+
+        self.refused(model, loss_fn, torch.randn(4, 3), "puts parameter '0' between examples")
+
+    def test_several_losses_of_one_example(self):
+        model = nn.Linear(3, 1)
         self.refused(
             model,
-            lambda x: model(x.transpose(0, 1)).mean((0, 2)),
-            torch.randn(4, 5, 3),
-            r"'weight' meets a tensor of shape \(5, 4, 3\) in a batch of 4",
+            lambda x: model(x[[0, 0, *range(2, len(x))]]).squeeze(1),
+            torch.randn(4, 3),
+            r"some examples have several: they belong to examples \[0, 0, 2, 3\]",
         )
-
-    def test_products_without_examples(self):
-        model = nn.ParameterList([torch.randn(3, 3), torch.randn(3, 3)])
-
-        def loss_fn(x):
-            return (x @ F.linear(model[0], model[1])).mean(1)
-
-        self.refused(model, loss_fn, torch.randn(4, 3), "without examples")
-
-    @pytest.mark.parametrize("how", ["h += p", "h *= p", "h.add_(p)", "h[:, 0] = p[0]"])
-    def test_changes_in_place(self, how):
-        """Whoever looks at the changed tensor would not see the parameter."""
-        model = nn.ModuleList([nn.Linear(3, 3), nn.ParameterList([torch.ones(3)])])
-
-        def loss_fn(x):
-            names = {"h": model[0](x), "p": model[1][0]}
-            exec(how, names)
-            return names["h"].square().mean(1)
-
-        self.refused(model, loss_fn, torch.randn(4, 3), "changes a tensor in place, with .*1.0")

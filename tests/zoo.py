@@ -367,7 +367,6 @@ MODELS = {
 # what the single-pass engine refuses, and a word of its reason
 CANNOT_FUSE = {
     "cnn_batchnorm": "mixes examples",
-    "lstm": "lstm",
     "checkpointed": "saved tensors",
     "checkpointed_reentrant": "cannot see",
 }

@@ -127,15 +127,16 @@ def widened(tensor: Tensor) -> Tensor:
 
 
 def add_(sums: list[Tensor], tensors: list[Tensor], coefficient: Tensor) -> None:
-    """Add coefficient x tensors to sums, in place. `tensors` may be overwritten."""
+    """Add coefficient x tensors to sums, in place."""
     if not sums:
         return
     if on_host(coefficient):
         torch._foreach_add_(sums, tensors, alpha=coefficient.item())
         return
-    widened = [t.to(s.dtype) for s, t in zip(sums, tensors, strict=True)]
-    multiply_(widened, coefficient)
-    torch._foreach_add_(sums, widened)
+    for device in {tensor.device for tensor in sums}:
+        here = [(s, t.to(s.dtype)) for s, t in zip(sums, tensors, strict=True) if s.device == device]
+        scaled = torch._foreach_mul([t for _, t in here], coefficient.to(device))
+        torch._foreach_add_([s for s, _ in here], scaled)
 
 
 def multiply_(tensors: list[Tensor], coefficient: Tensor) -> None:

@@ -18,6 +18,10 @@ class CannotFuseError(NotImplementedError):
     """The model does something that a single pass cannot take apart into micro-batches."""
 
 
+class MeanLossError(CannotFuseError):
+    """`loss_fn` gives the mean of its examples' losses, of which nothing can be taken apart."""
+
+
 class MismatchError(RuntimeError):
     """A single pass gave another gradient than a micro-batch alone."""
 

@@ -216,7 +216,8 @@ class Chooser:
         return report
 
     def _announce(self, report: EngineReport) -> None:
-        logger.info('engine="auto" uses %s: %s', report.engine, report.reason)
+        level = logging.WARNING if report.refused else logging.INFO
+        logger.log(level, 'engine="auto" uses %s: %s', report.engine, report.reason)
         if report.suspect is not None:
             warnings.warn(
                 f"{report.reason} The {report.engine} engine is used, which is exact.",

@@ -11,7 +11,7 @@ from statistics import median
 import torch
 from torch import nn
 
-from microclip.engines.base import CannotFuseError, Engine
+from microclip.engines.base import CannotFuseError, Engine, MeanLossError
 from microclip.engines.fused.engine import Fused
 from microclip.engines.fused.verify import AutocastWatch, Tolerance, disagreement
 from microclip.engines.gradients import Gradients
@@ -39,6 +39,7 @@ class EngineReport:
     seconds: dict[str, float] = field(default_factory=dict)  # of one step, by engine
     error: float | None = None  # of the single-pass gradient, relative to the other's norm
     suspect: str | None = None  # the parameter with the largest error, if it is too large
+    refused: bool = False  # whether the model does something that a single pass cannot follow
 
 
 def certain(policy: Policy) -> type[Engine]:
@@ -75,7 +76,7 @@ def try_out(
         with autocast:
             return _compare(run, fallback, random_state, devices, autocast)
     except CannotFuseError as error:
-        return EngineReport(fallback.name, str(error))
+        return EngineReport(fallback.name, str(error), refused=not isinstance(error, MeanLossError))
     except torch.OutOfMemoryError:
         return EngineReport(fallback.name, "A single pass does not fit into memory.")
     finally:

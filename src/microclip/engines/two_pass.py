@@ -95,6 +95,8 @@ class TwoPass(Engine):
 
     def _revisit(self, visit: _Visit, coefficient: Tensor, sums: Gradients) -> None:
         def add(name: str, gradient: Tensor) -> None:
+            if name not in sums:  # which keeps it, while autograd may give its memory to others
+                gradient = gradient.clone()
             add_multiple(sums, {name: gradient}, coefficient)
 
         visit.random_state.restore()

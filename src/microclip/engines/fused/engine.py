@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from microclip import multitensor
-from microclip.engines.base import CannotFuseError, Engine, MismatchError
+from microclip.engines.base import CannotFuseError, Engine, MeanLossError, MismatchError
 from microclip.engines.fused.allocator import hold_on_to_freed_memory
 from microclip.engines.fused.anything import anything
 from microclip.engines.fused.budget import Budget, Meter
@@ -23,6 +23,7 @@ from microclip.engines.fused.plan import least_to_keep, to_write_out
 from microclip.engines.fused.record import HostReads, Recorder
 from microclip.engines.fused.uses import merged, squared_norms, sum_of
 from microclip.engines.fused.verify import (
+    ALONE,
     FEW,
     TRIES,
     AutocastWatch,
@@ -73,7 +74,7 @@ class Fused(Engine):
         for chunk in self.budget.chunks(microbatches, self.parameters):
             before = Randomness.now(self._devices) if self.verifier.is_on else None
             found = self._visit(loss_fn, chunk, is_tight)
-            if self.verifier.is_due(found.trail, len(chunk)) and before is not None:
+            if self.verifier.is_due(found.trail, len(chunk), found.is_doubtful) and before:
                 self._verify(loss_fn, chunk, found, before)
             self.tally.extend(chunk, found.norms, found.means, found.losses)
             alone = final and len(chunk) == len(microbatches) == len(self.tally)
@@ -113,7 +114,7 @@ class Fused(Engine):
                 with recorder.metered(meter), recorder.watching():
                     losses = call(loss_fn, batch, groups.examples)
                     if losses.shape != (groups.examples,):
-                        raise CannotFuseError(
+                        raise MeanLossError(
                             "The single-pass engine needs one loss per example, but loss_fn gives "
                             'their mean. Return the losses themselves, as reduction="none" does.'
                         )
@@ -137,8 +138,8 @@ class Fused(Engine):
                 recorder.let_go()
         norms = unscale(uses.norms(), self.scaler)
         trail, by_place = recorder.tracker.trail, recorder.tracker.by_place
-        reads = recorder.reads.values
-        return _Pass(uses, norms, means.detach(), losses.detach(), trail, reads, by_place)
+        reads, doubtful = recorder.reads.values, recorder.reads_of_several
+        return _Pass(uses, norms, means.detach(), losses.detach(), trail, reads, by_place, doubtful)
 
     def _verify(self, loss_fn: LossFn, chunk: Cuts, found: _Pass, before: Randomness) -> None:
         """Compare one micro-batch's gradients with those that it has alone.
@@ -156,7 +157,8 @@ class Fused(Engine):
             if not is_random:
                 self._compare(loss_fn, chunk, found, list(range(len(chunk))), rows)
             if self.verifier.is_first or is_random:
-                rows = rows if self.verifier.is_first else rows[:FEW]
+                rows = rows[: max(FEW, len(rows) // 2) if self.verifier.is_first else FEW]
+                self.verifier.spend(len(rows) / len(chunk))
                 with Still() if is_random else nullcontext():
                     again = self._visit(loss_fn, chunk.chosen(rows), is_tight=False)
                     if not after.moved(self._devices):
@@ -211,6 +213,7 @@ class Fused(Engine):
                     f"parameter {suspect!r}{module_of(self.model, suspect)}: the model seems to "
                     "mix examples."
                 )
+            self.verifier.spend(ALONE / len(chunk))
             if tried >= least and not (found.reads and reads.values == found.reads):
                 return
 
@@ -259,6 +262,7 @@ class _Pass:
     trail: set[Any]
     reads: list[Any]  # values that the model looked at
     by_place: bool  # whether it chose examples by their place in the batch
+    is_doubtful: bool  # whether it looked at what depends on several examples
 
 
 class _Uses:

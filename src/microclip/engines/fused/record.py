@@ -136,6 +136,7 @@ class Recorder(TorchFunctionMode):
         self.derived: dict[str, Derived] = {}
         self.on_use: Callable[[str, Use], None] = _nobody
         self.reads = HostReads()
+        self.reads_of_several = False  # whether what was read depends on several examples
         self.is_final = False  # whether the backward pass at work is the one of the losses
         self._parameters = parameters
         self._leaves: dict[str, Tensor] = {}
@@ -169,6 +170,9 @@ class Recorder(TorchFunctionMode):
     ) -> Any:
         # called for everything that a model does: it must be quick
         if func in HOST_READS:
+            state = self.state(args[0])
+            together = isinstance(state, Opaque) or (isinstance(state, Owned) and state.axis == 0)
+            self.reads_of_several = self.reads_of_several or together
             return self.reads.take(func, args, kwargs)
         names, derived = self.names, self._derived_ids
         for argument in (*args, *kwargs.values()) if kwargs else args:

@@ -24,6 +24,8 @@ from microclip.engines.randomness import RandomState
 Verify = Literal["rarely", "always", "never"] | int
 SHARE = 0.01  # of all steps, in time, that checks may take,
 STEPS = 200  # counted from so many on
+EARLY = 8  # steps that are all checked if the model looks at values of several examples
+LATER = 1.5  # steps' time that checks may take at any rate, beside those of the first step
 ALONE = 1.5  # what a micro-batch alone takes of its share of a step, comparison included
 FEW = 3  # micro-batches that are checked together where dropout must be held still
 TRIES = 4  # micro-batches alone, until one tells something
@@ -86,6 +88,7 @@ class Verifier:
         self._known: set[Any] = set()
         self._surprises = 0
         self._spent = 0.0  # in steps
+        self._first = 0.0  # of that, in the first step
         self._random = random.Random(0)  # of its own, so that nobody's numbers change
 
     @property
@@ -108,8 +111,15 @@ class Verifier:
         self._random.shuffle(order)
         return order
 
-    def is_due(self, trail: set[Any], microbatches: int) -> bool:
-        """Whether a pass is to be checked, which did these things with so many micro-batches."""
+    def is_due(self, trail: set[Any], microbatches: int, is_doubtful: bool = False) -> bool:
+        """Whether a pass is to be checked, as often as there is time for it if it is doubtful.
+
+        Args:
+            trail: What it did.
+            microbatches: How many there were.
+            is_doubtful: Whether the model looked at values of several examples, by which it may
+                have mixed them.
+        """
         new = not trail <= self._known
         self._known |= trail
         if not self.is_on:
@@ -117,13 +127,18 @@ class Verifier:
         if self.how == "always" or (isinstance(self.how, int) and self.steps % self.how == 0):
             return True
         cost = ALONE / max(1, microbatches)
-        fits = self._spent + cost <= SHARE * max(STEPS, self.steps)
+        fits = self._spent + cost <= max(SHARE * max(STEPS, self.steps), self._first + LATER)
         power = self.steps & (self.steps - 1) == 0
-        due = (new and self._surprises < MOST_SURPRISES) or ((power or new) and fits)
-        if due:
-            self._surprises += new
-            self._spent += cost
+        surprise = new and self._surprises < MOST_SURPRISES
+        early = is_doubtful and self.steps <= EARLY
+        due = surprise or early or ((power or new or is_doubtful) and fits)
+        self._surprises += due and new
         return due
+
+    def spend(self, steps: float) -> None:
+        """Take note of what a check took, in steps."""
+        self._spent += steps
+        self._first += steps * self.is_first
 
 
 @dataclass(frozen=True)

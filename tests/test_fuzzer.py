@@ -1,0 +1,23 @@
+"""Random networks of layers, indices, sorts, masks, routes: exact or refused, whatever they do."""
+
+import pytest
+
+import fuzzer
+
+# the rest of the 5,000 is run by hand: python tests/fuzzer.py --count 5000
+SEEDS = range(240)
+
+
+@pytest.mark.parametrize("first", SEEDS[::20])
+@pytest.mark.parametrize("b", [1, 3])
+def test_exact_or_refused(first, b):
+    said = {seed: fuzzer.check(seed, "fused", b) for seed in range(first, first + 20)}
+    assert {s: v for s, v in said.items() if not v.startswith(("exact", "refused"))} == {}
+    assert any(verdict == "exact (fused)" for verdict in said.values())
+
+
+@pytest.mark.parametrize("first", SEEDS[:60:15])
+def test_auto_follows_batches_that_drift(first):
+    """One clipper over six batches of other lengths, routes and branches."""
+    said = {seed: fuzzer.drift(seed, "auto", 1) for seed in range(first, first + 15)}
+    assert {seed: v for seed, v in said.items() if not v.startswith("exact")} == {}
