@@ -134,7 +134,9 @@ def add_(sums: list[Tensor], tensors: list[Tensor], coefficient: Tensor) -> None
         torch._foreach_add_(sums, tensors, alpha=coefficient.item())
         return
     for device in {tensor.device for tensor in sums}:
-        here = [(s, t.to(s.dtype)) for s, t in zip(sums, tensors, strict=True) if s.device == device]
+        here = [
+            (s, t.to(s.dtype)) for s, t in zip(sums, tensors, strict=True) if s.device == device
+        ]
         scaled = torch._foreach_mul([t for _, t in here], coefficient.to(device))
         torch._foreach_add_([s for s, _ in here], scaled)
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from microclip.engines.base import CannotFuseError, Engine, MeanLossError
 from microclip.engines.fused.engine import Fused
-from microclip.engines.fused.verify import AutocastWatch, Tolerance, disagreement
+from microclip.engines.fused.verify import AutocastWatch, Comparison
 from microclip.engines.gradients import Gradients
 from microclip.engines.losses import LossFn
 from microclip.engines.randomness import RandomState
@@ -115,11 +115,10 @@ def _compare(
             typical = median(several for _, several in rounds)
             ratio = median(single / several for single, several in rounds)
             seconds = {"fused": typical * ratio, fallback.name: typical}
-    error = _difference(fused, trusted)
+    comparison = _compared(fused, trusted)
+    error, suspect = comparison.error, comparison.suspect(autocast.seen)
     if not math.isfinite(error):
         return EngineReport(fallback.name, NOT_FINITE)
-    tolerance = Tolerance.for_((*fused.values(), *trusted.values()), autocast.seen)
-    suspect = disagreement(fused, trusted, tolerance)
     if suspect is not None and not still:
         return EngineReport(
             fallback.name,
@@ -141,17 +140,11 @@ def _compare(
     return EngineReport(faster, f"All are exact, and it is the fastest ({times}).", seconds, error)
 
 
-def _difference(found: Gradients, trusted: Gradients) -> float:
-    """Return the error of a gradient, relative to its norm."""
-    errors = [
-        found[name] - trusted[name] if name in found and name in trusted else only
-        for name, only in (found | trusted).items()
-    ]
-    total, norm = (
-        sum(float(part.double().norm()) ** 2 for part in parts) ** 0.5
-        for parts in (errors, trusted.values())
-    )
-    return float(total / norm if norm else total)
+def _compared(found: Gradients, trusted: Gradients) -> Comparison:
+    comparison = Comparison()
+    for name in found.keys() | trusted.keys():
+        comparison.add(name, found.get(name), trusted.get(name))
+    return comparison
 
 
 def _wait_for(devices: set[torch.device]) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,13 +28,12 @@ from microclip.engines.fused.verify import (
     FEW,
     TRIES,
     AutocastWatch,
+    Comparison,
     Randomness,
-    Tolerance,
     Verifier,
-    disagreement,
     module_of,
 )
-from microclip.engines.gradients import Gradients, modules_of, set_aside, take
+from microclip.engines.gradients import Gradients, modules_of, set_aside
 from microclip.engines.losses import LossFn, backward, call, unscale
 from microclip.engines.stillness import Still
 from microclip.engines.sums import Sums
@@ -198,15 +198,13 @@ class Fused(Engine):
         for tried, row in enumerate(rows[:TRIES], start=1):
             now = Randomness.now(self._devices)
             watch = AutocastWatch({device.type for device in self._devices})
-            with set_aside(self.parameters), watch as autocast, HostReads() as reads:
+            with watch as autocast, HostReads() as reads:
                 batch = copied(chunk[row].batch)
-                backward(call(loss_fn, batch, chunk[row].size).mean(), self.scaler)
-                wanted = take(self.parameters)
+                with found.uses.compared(order.index(row), self.parameters) as comparison:
+                    backward(call(loss_fn, batch, chunk[row].size).mean(), self.scaler)
             if now.moved(self._devices):
                 return  # of random numbers that cannot be held still nothing can be said
-            mine = found.uses.of_one(order.index(row), self.parameters)
-            tolerance = Tolerance.for_(wanted.values(), autocast.seen)
-            suspect = disagreement(mine, wanted, tolerance)
+            suspect = comparison.suspect(autocast.seen)
             if suspect is not None:
                 raise MismatchError(
                     "A single pass gives another gradient than a micro-batch alone, most so for "
@@ -331,17 +329,43 @@ class _Uses:
         squares = torch.stack([_on(self.device, squares) for squares in self._squares.values()])
         return squares.sum(0, dtype=multitensor.widest(self.device)).clamp(min=0).sqrt()
 
-    @torch.no_grad()
-    def of_one(self, microbatch: int, parameters: dict[str, nn.Parameter]) -> Gradients:
-        """Return the gradients of one micro-batch; complex ones as pairs of real numbers."""
-        found = {} if self._joined is None else self._joined.of_one(microbatch)
-        for name, uses in self._of.items():
-            each = [use.of_one(self.groups, microbatch) for use in uses]
-            found[name] = sum_of([gradient.reshape(parameters[name].shape) for gradient in each])
-        return {
-            name: torch.view_as_real(gradient) if gradient.is_complex() else gradient
-            for name, gradient in found.items()
-        }
+    @contextmanager
+    def compared(
+        self, microbatch: int, parameters: dict[str, nn.Parameter]
+    ) -> Iterator[Comparison]:
+        """Compare a micro-batch's gradients with what a backward pass inside the block brings.
+
+        Each is dropped as soon as it has been looked at, so that a check takes no memory.
+        """
+        comparison = Comparison()
+        small = {} if self._joined is None else self._joined.of_one(microbatch)
+
+        def mine(name: str) -> Tensor | None:
+            if name not in self._of:
+                return small.get(name)
+            each = [use.of_one(self.groups, microbatch) for use in self._of[name]]
+            return sum_of([gradient.reshape(parameters[name].shape) for gradient in each])
+
+        def compare(name: str) -> Callable[[nn.Parameter], None]:
+            def hook(parameter: nn.Parameter) -> None:
+                comparison.add(name, mine(name), parameter.grad)
+                parameter.grad = None
+
+            return hook
+
+        handles = [
+            parameter.register_post_accumulate_grad_hook(compare(name))  # type: ignore[no-untyped-call]
+            for name, parameter in parameters.items()
+        ]
+        try:
+            with set_aside(parameters):
+                yield comparison
+        finally:
+            for handle in handles:
+                handle.remove()
+        for name in (*small, *self._of):
+            if name not in comparison:
+                comparison.add(name, mine(name), None)
 
     def leave_out(self, left_out: Tensor) -> None:
         """Blank the micro-batches that are not to count."""

@@ -7,9 +7,9 @@ differentiated alone, and every parameter's gradient compared.
 
 from __future__ import annotations
 
+import math
 import random
 import sys
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from microclip import multitensor
-from microclip.engines.gradients import Gradients
 from microclip.engines.randomness import RandomState
 
 Verify = Literal["rarely", "always", "never"] | int
@@ -40,9 +39,8 @@ class Tolerance:
     absolute: float  # plus so much of the whole gradient's
 
     @classmethod
-    def for_(cls, gradients: Iterable[Tensor], rounded: bool) -> Tolerance:
+    def for_(cls, dtypes: set[torch.dtype], rounded: bool) -> Tolerance:
         """Return what the precision of some gradients allows; `rounded`: under autocast."""
-        dtypes = {gradient.dtype for gradient in gradients}
         if rounded or dtypes & set(multitensor.HALF):
             return cls(0.1, 0.05)
         if dtypes <= {torch.float64, torch.complex128}:
@@ -50,22 +48,44 @@ class Tolerance:
         return cls(2e-3, 1e-6)
 
 
-def disagreement(found: Gradients, wanted: Gradients, tolerance: Tolerance) -> str | None:
-    """Return the parameter whose gradient differs most, if any differs by too much."""
-    norms = {name: _norm(gradient) for name, gradient in wanted.items()}
-    whole = sum(norm**2 for norm in norms.values()) ** 0.5
-    worst, suspect = 1.0, None
-    for name in found.keys() | wanted.keys():
-        one, other = found.get(name), wanted.get(name)
-        if one is None or other is None:
-            only = found[name] if other is None else wanted[name]
-            error = _norm(only)
+class Comparison:
+    """How far gradients are off, parameter by parameter; none of them is kept."""
+
+    def __init__(self) -> None:
+        self._errors: dict[str, float] = {}
+        self._norms: dict[str, float] = {}
+        self._dtypes: set[torch.dtype] = set()
+
+    @torch.no_grad()
+    def add(self, name: str, found: Tensor | None, wanted: Tensor | None) -> None:
+        """Compare one parameter's gradients; one that is missing is zero."""
+        given = [each for each in (found, wanted) if each is not None]
+        self._dtypes |= {each.dtype for each in given}
+        self._norms[name] = 0.0 if wanted is None else _norm(wanted)
+        if found is None or wanted is None:
+            self._errors[name] = sum(_norm(each) for each in given)
         else:
-            error = _norm(one.to(other.dtype) - other)
-        allowed = tolerance.relative * norms.get(name, 0.0) + tolerance.absolute * whole
-        if error > allowed and error / (allowed or 1e-300) > worst:
-            worst, suspect = error / (allowed or 1e-300), name
-    return suspect
+            self._errors[name] = _norm(found.to(wanted.dtype) - wanted)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._errors
+
+    @property
+    def error(self) -> float:
+        """The error of the whole gradient, relative to its norm."""
+        total, norm = (math.hypot(*parts.values()) for parts in (self._errors, self._norms))
+        return total / norm if norm else total
+
+    def suspect(self, rounded: bool) -> str | None:
+        """Return the parameter that is furthest off, if any is by too much; not if it is NaN."""
+        tolerance = Tolerance.for_(self._dtypes, rounded)
+        whole = math.hypot(*self._norms.values())
+        worst, suspect = 1.0, None
+        for name, error in self._errors.items():
+            allowed = tolerance.relative * self._norms[name] + tolerance.absolute * whole
+            if error > allowed and error / (allowed or 1e-300) > worst:
+                worst, suspect = error / (allowed or 1e-300), name
+        return suspect
 
 
 def _norm(gradient: Tensor) -> float:
