@@ -47,9 +47,13 @@ def test_owners_alone_are_enough(name):
                     return
                 gradients = [p.grad for p in model.parameters()]
                 found.append([None if g is None else g.clone() for g in gradients])
+            parameters = list(model.parameters())
             single, several = (
-                [torch.zeros_like(p) if g is None else g for g, p in zip(gs, model.parameters())]
-                for gs in found
+                [
+                    torch.zeros_like(p) if g is None else g
+                    for g, p in zip(each, parameters, strict=True)
+                ]
+                for each in found
             )
             properties.assert_close(single, several, 1e-9)
 

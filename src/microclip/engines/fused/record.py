@@ -255,9 +255,23 @@ class Recorder(TorchFunctionMode):
         for name, known in self.derived.items():
             if known.edge == edge:
                 return name
-        name = f"derived {len(self.derived)}"
+        name = f"{self._origin(edge)} (derived {len(self.derived)})"
         self.derived[name] = Derived(edge, tensor.shape, self._leaves)
         return name
+
+    def _origin(self, edge: GradientEdge) -> str:
+        """Return a parameter that a derived tensor is made of, to speak of it."""
+        waiting, seen = [edge.node], set()
+        while waiting:
+            node = waiting.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            name = self.names.get(id(getattr(node, "variable", None)))
+            if name is not None:
+                return name
+            waiting += [following for following, _ in node.next_functions]
+        return "something"
 
     def is_recorded(self, tensor: Any) -> bool:
         """Whether a tensor is a parameter, or made of parameters alone."""
