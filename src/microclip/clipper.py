@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from microclip.distributed.ddp import Ddp
-from microclip.engines.base import CannotFuseError, Engine, MismatchError
+from microclip.engines.base import Engine, MismatchError
 from microclip.engines.choose import ENGINES, SCOPES, Chooser, EngineName, Scope, check
 from microclip.engines.gradients import Gradients, deposit, take, trainable
 from microclip.engines.losses import LossFn
@@ -330,7 +330,8 @@ class Clipper:
         try:
             self._engine.fold(loss_fn, microbatches, final=False)
         except MismatchError as error:
-            if not first or not self._chooser.gives_up_single_pass(error):
+            self._chooser.give_up_single_passes(error)
+            if not first:
                 raise
             self._tally = Tally(self.policy, self.step, self._ranks)
             self._engine = self._chooser.for_chunks(self._current())
@@ -340,13 +341,15 @@ class Clipper:
         self._engine = self._chooser.for_batch(self._current(), loss_fn, microbatches)
         try:
             self._engine.fold(loss_fn, microbatches, final=True)
-        except (CannotFuseError, MismatchError, torch.OutOfMemoryError) as error:
-            # a rare branch of the model, or a batch too large, must not end a training run
-            if self._engine.name != "fused" or not self._chooser.gives_up_single_pass(error):
+        except Exception as error:
+            # a rare branch of the model, or a batch too large, must not end a training run; if it
+            # is the model that fails, it will fail again
+            if self._engine.name != "fused" or not self._chooser.may_give_up(error):
                 raise
             self._tally = Tally(self.policy, self.step, self._ranks)
-            self._engine = self._chooser.for_batch(self._current(), loss_fn, microbatches)
+            self._engine = self._chooser.certain_engine(self._current())
             self._engine.fold(loss_fn, microbatches, final=True)
+            self._chooser.give_up_single_passes(error)
 
     def _fold_gradient(
         self, size: int | None, loss: Tensor | None, ids: Ids | None, domain: Hashable

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from torch import nn
 from torch.amp import GradScaler
 
-from microclip.engines.base import Engine, MismatchError
+from microclip.engines.base import CannotFuseError, Engine, MismatchError
 from microclip.engines.gradients import trainable
 from microclip.engines.losses import LossFn
 from microclip.engines.stream import Stream
@@ -135,31 +135,33 @@ class Chooser:
             return self._single_pass(tally)
         return self.for_chunks(tally)
 
-    def gives_up_single_pass(self, error: Exception) -> bool:
-        """Whether to do a batch with a certain engine, after a single pass could not."""
-        if isinstance(error, MismatchError):
-            self._no_more_single_passes(error)
-            return True
-        if self.name != "auto" or self.report is None:
-            return False
-        (certain,) = self.report.seconds.keys() - {"fused"}
-        reason = f"A later batch could not be done in a single pass: {error}"
-        self.report = replace(self.report, engine=certain, reason=reason)
-        self._trials = dict.fromkeys(self._trials, self.report)
-        logger.warning('engine="auto" uses %s from now on: %s', certain, reason)
-        return True
+    def may_give_up(self, error: Exception) -> bool:
+        """Whether to do a batch with a certain engine, after a single pass failed."""
+        return self.name == "auto" or isinstance(error, MismatchError)
 
-    def _no_more_single_passes(self, error: Exception) -> None:
+    def give_up_single_passes(self, error: Exception) -> None:
         """Stay with an engine that is certain, and say why."""
         self._gave_up = True
+        if isinstance(error, MismatchError):
+            reason = str(error)
+            warnings.warn(
+                f"{reason} The step is redone, micro-batch by micro-batch, and so are all that "
+                "follow.",
+                RuntimeWarning,
+                stacklevel=6,
+            )
+        else:
+            what = str(error) if isinstance(error, CannotFuseError) else repr(error)
+            reason = f"A later batch could not be done in a single pass: {what}"
         if self.report is not None:
-            self.report = replace(self.report, engine="stream", reason=str(error))
-        warnings.warn(
-            f"{error} The step is done again, micro-batch by micro-batch, and so are all that "
-            "follow.",
-            RuntimeWarning,
-            stacklevel=6,
-        )
+            (certain,) = (self.report.seconds.keys() or {"stream"}) - {"fused"}
+            self.report = replace(self.report, engine=certain, reason=reason)
+            self._trials = dict.fromkeys(self._trials, self.report)
+            logger.warning('engine="auto" uses %s from now on: %s', certain, reason)
+
+    def certain_engine(self, tally: Tally) -> Engine:
+        """Make an engine that works for every model."""
+        return self._make(Stream if tally.policy.rule.streams else TwoPass, tally)
 
     def trials(self) -> list[dict[str, Any]]:
         """Return what was found out, for a checkpoint: timed anew, it could be something else."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -263,11 +263,26 @@ def set_item(recorder: Recorder, target: Tensor, index: Any, value: Any) -> None
         return
     owned_or_refused(recorder, state, write, [value])
     chosen = target.detach()[index]
+    if not chosen.numel():
+        return
     mine = recorder.state(chosen)
     if mine is None:
-        return  # nothing is chosen
+        raise CannotFuseError(
+            f"Parameter {recorder.name(value)!r} is written into rows that belong to no example."
+        )
     mine = owned_or_refused(recorder, mine, write, [value])
     write(target, index, with_copies(recorder, value, chosen.shape, mine))
+
+
+def masked_fill(recorder: Recorder, input: Tensor, mask: Tensor, value: Any = None) -> Tensor:
+    """x.masked_fill(mask, p)."""
+    return cast(Tensor, pointwise(recorder, torch.where, (mask, value, input), {}))
+
+
+def masked_fill_(recorder: Recorder, input: Tensor, mask: Tensor, value: Any = None) -> Tensor:
+    """x.masked_fill_(mask, p)."""
+    set_item(recorder, input, mask.expand(input.shape), value)
+    return input
 
 
 def copy_(recorder: Recorder, target: Tensor, source: Any, non_blocking: bool = False) -> Tensor:
@@ -297,4 +312,4 @@ def prelu(recorder: Recorder, input: Tensor, weight: Tensor) -> Tensor:
             torch.Tensor.view, (weight, (weight.numel(), *(1,) * (input.dim() - 2))), {}
         )
     product = pointwise(recorder, torch.mul, (input, slope), {})
-    return torch.where(input >= 0, input, product)
+    return torch.where(input > 0, input, product)

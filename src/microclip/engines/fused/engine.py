@@ -43,6 +43,8 @@ from microclip.microbatches import Cuts, copied, tensors_of
 # what torch says where the engine's way of recording is in a model's way
 FAILURES = {
     "saved tensor hooks": "The single-pass engine cannot look into transforms of torch.func.",
+    "does not require grad and does not have": "The single-pass engine cannot follow gradients of "
+    "parameters that are taken inside the forward pass.",
     "to not have been used in the graph": "The single-pass engine cannot follow losses that are "
     "made of gradients of parameters.",
 }
@@ -131,7 +133,7 @@ class Fused(Engine):
                 for words, reason in FAILURES.items():
                     if words in str(error):
                         raise CannotFuseError(reason) from error
-                if isinstance(error, CannotFuseError) and recorder.adopted:
+                if isinstance(error, CannotFuseError) and adopts and recorder.adopted:
                     raise _AdoptionError from error
                 raise
             finally:

@@ -84,7 +84,8 @@ def layer_norm(
             return
 
         def rows(tensor: Tensor) -> Tensor:
-            return recorder.rows(tensor.reshape(*tensor.shape[:leading], -1), state)
+            width = math.prod(tensor.shape[leading:])
+            return recorder.rows(tensor.reshape(*tensor.shape[:leading], width), state)
 
         if b is not None:
             recorder.on_use(b, Formed(recorder.formed(rows(d)).gradients.view(-1, *shape)))

@@ -32,6 +32,9 @@ class Owners:
     """
 
     __slots__ = ("__dict__", "base", "examples", "inner", "outer")
+    # how often rows of nobody were taken for those of the examples that would be there: it does no
+    # harm, since whoever meets them must agree, but it is a guess
+    guesses = 0
 
     def __init__(
         self, examples: int, outer: int = 1, inner: int = 1, base: Tensor | None = None
@@ -49,7 +52,10 @@ class Owners:
             times = count // examples
             for regular in (cls(examples, 1, times), cls(examples, times, 1)):
                 expected = regular.vector(vector.device)
+                if torch.equal(vector, expected):
+                    return regular
                 if bool(((vector == expected) | (vector == NOBODY)).all()):
+                    cls.guesses += 1
                     return regular
         return cls(examples, base=vector)
 
@@ -192,6 +198,14 @@ class Owned:
     def example(self) -> int | None:
         """Return the example that owns all of it, if there is just one."""
         return self.owners.only
+
+    @property
+    def alone(self) -> Owned:
+        """Return the same without an axis, if all of it belongs to one example."""
+        example = self.owners.only
+        if self.axis is None or example is None or example == NOBODY:
+            return self
+        return Owned(None, Owners(self.owners.examples, base=self.owners.vector()[:1]))
 
     def at(self, axis: int | None) -> Owned:
         """Return the same owners along another axis."""

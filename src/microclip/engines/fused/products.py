@@ -132,7 +132,8 @@ def _product(
         args = (*args, bias) if func is F.linear else args
         return recorder.derive(func, args, {})  # type: ignore[no-any-return]
     w, b = recorder.name(weight), recorder.name(bias)
-    plain = weight.dim() == 2 and (bias is None or bias.dim() <= 1)
+    outputs = weight.shape[-1 if transposed else 0]
+    plain = weight.dim() == 2 and (bias is None or bias.shape == (outputs,))
     if not plain or x.is_complex() or weight.is_complex():
         args = (x, weight) if transposed else (x, weight.mT)
         if recorder.is_recorded(weight) and not transposed:
@@ -142,14 +143,14 @@ def _product(
         else:
             product = torch.matmul(*args)
         return _plus(recorder, product, bias)
-    state = recorder.owned(x, w or b)
-    if state.axis == x.dim() - 1 and x.dim() > 1:
+    raw, state = recorder.state(x), recorder.owned(x, w or b)
+    if x.dim() == 1 and isinstance(raw, Owned) and raw.axis is None:
+        state = raw
+    if state.axis == x.dim() - 1:
         raise CannotFuseError(
             f"Parameter {w or b!r} multiplies along the dimension that the examples lie along, "
             "which mixes them."
         )
-    if x.dim() == 1:
-        state = Owned(None, state.owners)
     recorder.expect(w, b)
     shape = x.shape[:-1]
     if w is not None:
@@ -307,8 +308,9 @@ def embedding_bag(
         real = input != padding_idx % weight.shape[0]
     with recorder:
         if mode == "max":
-            masked = lines.masked_fill(~real.unsqueeze(2), -torch.inf).amax(1)
-            return torch.where(real.any(1, keepdim=True), masked, 0)
+            masked = lines.detach().masked_fill(~real.unsqueeze(2), -torch.inf)
+            first = (masked == masked.amax(1, keepdim=True)).int().argmax(1, keepdim=True)
+            return lines.gather(1, first).squeeze(1) * real.any(1, keepdim=True)
         lines = lines * real.unsqueeze(2)
         if per_sample_weights is not None:
             lines = lines * per_sample_weights.unsqueeze(2)

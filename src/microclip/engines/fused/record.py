@@ -11,6 +11,7 @@ A parameter that meets no example (positions looked up in a table, a transposed 
 
 from __future__ import annotations
 
+import math
 import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -141,6 +142,7 @@ class Recorder(TorchFunctionMode):
         self._parameters = parameters
         self._leaves: dict[str, Tensor] = {}
         self._meter: tuple[Any, Any] | None = None  # hooks of our own
+        self._guesses = Owners.guesses
         self.tracker = Tracker(groups.examples, model)
         self._derived_ids = self.tracker.derived
         self._examples = examples
@@ -261,7 +263,8 @@ class Recorder(TorchFunctionMode):
 
     def _origin(self, edge: GradientEdge) -> str:
         """Return a parameter that a derived tensor is made of, to speak of it."""
-        waiting, seen = [edge.node], set()
+        waiting: list[Any] = [edge.node]
+        seen: set[Any] = set()
         while waiting:
             node = waiting.pop()
             if node is None or node in seen:
@@ -307,12 +310,14 @@ class Recorder(TorchFunctionMode):
         if not isinstance(state, Owned):
             raise CannotFuseError(f"Parameter {name!r} takes part in a product without examples.")
         if state.axis is None and tensor.dim():
-            vector = state.owners.vector().expand(tensor.shape[0])
+            vector = state.owners.vector()[:1].expand(tensor.shape[0])
             return Owned(0, Owners(state.owners.examples, base=vector))
         return state
 
     def own(self, tensor: Tensor, state: State | None) -> Tensor:
         """Say who owns a result."""
+        if isinstance(state, Owned) and state.axis is not None and state.owners.base is not None:
+            state = state.alone
         self.tracker.set(tensor, state)
         return tensor
 
@@ -373,9 +378,11 @@ class Recorder(TorchFunctionMode):
         if owners.base is None and state.axis == 0 and owners.outer == owners.inner == 1:
             if tensor.dim() == 3:
                 return tensor
-            return tensor.reshape(owners.examples, -1, tensor.shape[-1])
+            rows = math.prod(tensor.shape[1:-1])
+            return tensor.reshape(owners.examples, rows, tensor.shape[-1])
         found = arranged(tensor, state.axis, owners)
-        return found.reshape(owners.examples, -1, tensor.shape[-1])
+        rows = math.prod(found.shape[1:-1])
+        return found.reshape(owners.examples, rows, tensor.shape[-1])
 
     def can_tap(self, x: Tensor) -> bool:
         """Whether a function of x can be left to autograd, parameters kept out, and tapped.
@@ -531,6 +538,11 @@ class Recorder(TorchFunctionMode):
             raise CannotFuseError("The losses do not seem to depend on the examples.")
         if self.tracker.along_first.owners.joined(state.owners) is not None and state.axis == 0:
             return losses
+        if self.adopted or Owners.guesses != self._guesses:
+            # an order that rests on a guess is none
+            raise CannotFuseError(
+                "The losses are not in the order of the examples: loss i must be of example i."
+            )
         owners = self.owned(losses, None).owners.vector(losses.device)
         order = owners.argsort()
         if not torch.equal(owners[order], torch.arange(len(losses), device=losses.device)):

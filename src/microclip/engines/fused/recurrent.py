@@ -54,7 +54,8 @@ class _Layer:
                 more = sizes[time] - len(state[0])
                 if more:
                     at = len(state[0])
-                    fresh = tuple(self._alike(part[at : at + more], inputs[time]) for part in rest)
+                    rows = inputs[time][at : at + more]
+                    fresh = tuple(self._alike(part[at : at + more], rows) for part in rest)
                     state = tuple(torch.cat(pair) for pair in zip(state, fresh, strict=True))
                 state = self._step(products[time], state, inputs[time])
                 outputs[time] = state[0]

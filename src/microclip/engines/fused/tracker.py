@@ -39,7 +39,13 @@ _serials = itertools.count(1)
 _CONTAINERS = (list, tuple)
 _RESHAPES_ITSELF = frozenset(
     getattr(packet, overload)
-    for packet in (torch.ops.aten.as_strided_, torch.ops.aten.squeeze_)
+    for packet in (
+        torch.ops.aten.as_strided_,
+        torch.ops.aten.squeeze_,
+        torch.ops.aten.unsqueeze_,
+        torch.ops.aten.transpose_,
+        torch.ops.aten.t_,
+    )
     for overload in packet.overloads()  # type: ignore[no-untyped-call]
 )
 
@@ -60,8 +66,17 @@ class _Writing:
 
     def __init__(self, tensor: Tensor, state: State, time: int) -> None:
         self.storage = tensor.untyped_storage()  # kept, so that no other takes its place
-        self.size, self.stride = tuple(tensor.shape), tensor.stride()
-        self.offset, self.state, self.time = tensor.storage_offset(), state, time
+        self.shape, self._stride = tensor.shape, tensor.stride()
+        self._offset = int(tensor.storage_offset())
+        self.itemsize, self.state, self.time = tensor.element_size(), state, time
+
+    def stride(self) -> tuple[int, ...]:
+        """Return the strides of what was written to."""
+        return self._stride
+
+    def storage_offset(self) -> int:
+        """Return where it begins."""
+        return self._offset
 
 
 class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -101,6 +116,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.trail.add((self._last, func))
         self._last = func
         if func in _RESHAPES_ITSELF:
+            self.state(args[0])  # while it has the shape that this is about
             self.before = args[0].shape, args[0].stride(), args[0].storage_offset()
         result = func(*args, **kwargs) if kwargs else func(*args)
         mark, serial = self.mark, self._serial
@@ -178,11 +194,14 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             state = rule(self, func, args, kwargs, result)
         if writes:
             targets = writes(args, kwargs)
-            if len(targets) == 1:
-                self.write(targets[0], state[0] if isinstance(state, list) else state)
-            else:
-                for target in targets:
-                    self.write(target, self.opaque(f"{func}()"))
+            new = state[0] if isinstance(state, list) else state
+            if len(targets) > 1 and new is not None:
+                new = self.opaque(f"{func}(), which changes several tensors,")
+            for target in targets:
+                self.write(target, new)
+            others = [each for each in _tensors_in(result) if all(each is not t for t in targets)]
+            for other in others:
+                self.set(other, new)
             return
         if isinstance(result, Tensor):
             self.set(result, state[0] if isinstance(state, list) else state)
@@ -225,11 +244,13 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return self.opaque("parameters written beside examples")
             return DERIVED
         assert isinstance(state, Owned)
+        if base.element_size() != view.element_size():
+            return self.opaque("numbers written as if they were of another kind")
         with self.paused():
-            cells = self._cells(base, view)
+            cells = self._cells(base)
             if isinstance(before, Owned):
-                self._over(cells, base).copy_(before.elements(base.shape, cells.device))
-            self._over(cells, view).copy_(state.elements(view.shape, cells.device))
+                _put(cells, base, before)
+            _put(cells, view, state)
             found = from_elements(self._over(cells, base), self.examples)
         if found is False:
             return self.opaque("examples written beside each other")
@@ -256,13 +277,13 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _projected(
         self, writing: _Writing, state: Owned, view: Tensor, old: Owned | None
     ) -> State | None:
+        if writing.itemsize != view.element_size():
+            return self.opaque("numbers read as if they were of another kind")
         with self.paused():
-            size = writing.storage.nbytes() // view.element_size() + 1
-            cells = torch.full((size,), NOBODY, device=view.device)
+            cells = self._cells(view)
             if old is not None:
-                self._over(cells, view).copy_(old.elements(view.shape, cells.device))
-            there = cells.as_strided(writing.size, writing.stride, writing.offset)
-            there.copy_(state.elements(writing.size, cells.device))
+                _put(cells, view, old)
+            _put(cells, writing, state)
             found = from_elements(self._over(cells, view), self.examples)
         if found is False:
             return self.opaque("memory that several examples share")
@@ -271,15 +292,15 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def through_memory(self, source: Tensor, state: Owned, view: Tensor) -> State | None:
         """Return the state of a view, whatever the function that made it, from where it lies."""
         with self.paused():
-            cells = self._cells(source, view)
-            self._over(cells, source).copy_(state.elements(source.shape, cells.device))
+            cells = self._cells(source)
+            _put(cells, source, state)
             found = from_elements(self._over(cells, view), self.examples)
         return self.opaque("a view across examples") if found is False else (found or None)
 
-    def _cells(self, *tensors: Tensor) -> Tensor:
+    def _cells(self, tensor: Tensor) -> Tensor:
         """Return one number for each element of a storage."""
-        size = tensors[0].untyped_storage().nbytes() // tensors[0].element_size() + 1
-        return torch.full((size,), NOBODY, device=tensors[0].device)
+        size = tensor.untyped_storage().nbytes() // tensor.element_size() + 1
+        return torch.full((size,), NOBODY, device=tensor.device)
 
     @staticmethod
     def _over(cells: Tensor, tensor: Tensor) -> Tensor:
@@ -290,6 +311,20 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Inside the block nothing is followed."""
         with torch._C._DisableTorchDispatch(), torch.no_grad():
             yield
+
+
+def _put(cells: Tensor, tensor: Tensor | _Writing, state: Owned) -> None:
+    """Write owners to the places of a tensor, which may overlap."""
+    places = torch.arange(len(cells), device=cells.device)
+    places = places.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+    cells[places.reshape(-1)] = state.elements(tensor.shape, cells.device).reshape(-1)
+
+
+def _tensors_in(result: Any) -> list[Tensor]:
+    if isinstance(result, Tensor):
+        return [result]
+    found = result if isinstance(result, _CONTAINERS) else ()
+    return [each for each in found if isinstance(each, Tensor)]
 
 
 def _any_nested(arguments: Any) -> bool:

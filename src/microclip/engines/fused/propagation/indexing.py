@@ -246,7 +246,7 @@ def _gathered(tracker: Tracker, func: Any, x: Tensor, dim: int, numbers: Tensor)
             return mine
         return combined(tracker, func, [(numbers, mine), (numbers, where)], numbers.shape)
     with tracker.paused():
-        elements = state.owners.vector(numbers.device)[numbers]
+        elements = state.owners.vector(numbers.device)[numbers.long()]
         if isinstance(where, Owned):
             agreed = _agreed(elements, where.elements(numbers.shape, numbers.device))
             if agreed is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from microclip.engines.fused.owners import Owned, Owners
@@ -28,22 +29,32 @@ def _leading(spatial: int | None) -> Rule:
         special, done = settled(tracker, func, states)
         if done:
             return special
-        dims = args[0].dim()
+        if func is torch.ops.aten._trilinear.default and tracker.state(args[1]) is not None:
+            return mixed(tracker, func)  # it is the weight
+        unbatched = {"im2col": 3, "col2im": 2}.get(func._schema.name.removeprefix("aten::"))
+        if args[0].dim() == unbatched:
+            return mixed(tracker, func)
+        dims = max(tensor.dim() for tensor in tensors)
         axis: int | None = None
         owners: Owners | None = None
         for tensor, state in zip(tensors, states, strict=True):
             if not isinstance(state, Owned):
                 continue
-            limit = 1 if spatial is None else dims - spatial
-            if state.axis is None or state.axis >= limit or tensor.dim() <= state.axis:
+            limit = 1 if spatial is None else tensor.dim() - spatial
+            if state.axis is None or state.axis >= limit:
                 return mixed(tracker, func)
-            if axis not in (None, state.axis):
+            # tensors with fewer dimensions are broadcast
+            place = state.axis + (dims - tensor.dim() if spatial is not None else 0)
+            if axis not in (None, place):
                 return mixed(tracker, func)
-            axis = state.axis
+            axis = place
             owners = state.owners if owners is None else owners.joined(state.owners)
             if owners is None:
                 return mixed(tracker, func)
         assert owners is not None
+        assert axis is not None
+        if any(len(owners) != each.shape[axis] for each in tensors_in(result) if each.numel()):
+            return mixed(tracker, func)
         return Owned(axis, owners)
 
     return check
@@ -67,7 +78,7 @@ for _name, _spatial in (
     ("linalg_inv_ex", 2), ("_linalg_det", 2), ("_linalg_slogdet", 2), ("linalg_cholesky_ex", 2),
     ("linalg_qr", 2), ("_linalg_svd", 2), ("_linalg_eigh", 2), ("linalg_eigh", 2),
     ("linalg_matrix_exp", 2), ("_linalg_solve_ex", 2), ("linalg_solve_triangular", 2),
-    ("cholesky_solve", 2), ("linalg_lu_factor_ex", 2), ("_trilinear", None), ("bilinear", None),
+    ("cholesky_solve", 2), ("linalg_lu_factor_ex", 2), ("_trilinear", None),
 ):  # fmt: skip
     RULES[_name] = _leading(_spatial)
 

@@ -7,14 +7,14 @@ from typing import Any
 from torch import Tensor
 
 from microclip.engines.fused.owners import Owned
-from microclip.engines.fused.propagation.registry import combined, rule, tensors_in
+from microclip.engines.fused.propagation.registry import combined, mixed, rule, tensors_in
 from microclip.engines.fused.tracker import Tracker
 
 
 @rule(
     "pointwise", "_to_copy", "masked_fill", "bernoulli", "log_sigmoid_forward", "hardswish",
-    "_prelu_kernel", "rrelu_with_noise", "softplus", "polar", "complex", "real", "imag", "isin",
-    "bucketize", "addcmul", "addcdiv", "lerp", "where", "copysign", "gelu", "silu",
+    "_prelu_kernel", "rrelu_with_noise", "softplus", "polar", "complex", "real", "imag",
+    "normal", "addcmul", "addcdiv", "lerp", "where", "copysign", "gelu", "silu",
     "fake_quantize_per_tensor_affine_cachemask", "_conj", "conj", "_neg_view", "resolve_conj",
     "resolve_neg", "fill", "nan_to_num", "floor_divide", "clamp", "poisson",
 )  # fmt: skip
@@ -27,6 +27,14 @@ def pointwise(tracker: Tracker, func: Any, args: Any, kwargs: Any, result: Any) 
         if isinstance(value, Tensor)
     ]
     return combined(tracker, func, parts, shape)
+
+
+@rule("isin", "bucketize")
+def looked_for(tracker: Tracker, func: Any, args: Any, kwargs: Any, result: Any) -> Any:
+    """Elements that are looked for among others, which must be the same for all."""
+    if any(isinstance(tracker.state(each), Owned) for each in args[1:]):
+        return mixed(tracker, func)
+    return tracker.state(args[0])
 
 
 @rule("copy")

@@ -66,7 +66,10 @@ def distances(tracker: Tracker, func: Any, args: Any, kwargs: Any, result: Any) 
             place = state.axis - tensor.dim()
             if place == -1:
                 return mixed(tracker, func)
-            state = state.at(result.dim() + (place if place < -2 else -last))
+            axis = result.dim() + (place if place < -2 else -last)
+            if result.shape[axis] != tensor.shape[state.axis]:
+                return mixed(tracker, func)
+            state = state.at(axis)
         found.append((like, state))
     return combined(tracker, func, found, result.shape)
 

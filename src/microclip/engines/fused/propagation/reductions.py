@@ -98,6 +98,8 @@ def nll_loss(tracker: Tracker, func: Any, args: Any, kwargs: Any, result: Any) -
     (reduction,) = named(func, args, kwargs, "reduction")
     if reduction != 0:
         return tracker.opaque(f"{label(func)}, which adds examples up,")
+    if len(args) > 2 and isinstance(args[2], Tensor) and tracker.state(args[2]) is not None:
+        return mixed(tracker, func)  # weights of the classes
     classes = 1 if x.dim() > 1 else 0
     if state.axis == classes:
         return mixed(tracker, func)

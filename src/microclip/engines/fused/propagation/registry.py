@@ -153,7 +153,7 @@ def constant(tracker: Tracker, func: Any, args: Any, kwargs: Any, result: Any) -
 for _name in (
     "zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "randint_like",
     "new_zeros", "new_ones", "new_empty", "new_full", "new_empty_strided", "zero", "arange",
-    "uniform", "normal", "exponential", "random", "log_normal", "cauchy", "geometric",
+    "uniform", "normal_", "exponential", "random", "log_normal", "cauchy", "geometric",
     "_local_scalar_dense", "equal", "is_same_size",
 ):  # fmt: skip
     RULES[_name] = constant

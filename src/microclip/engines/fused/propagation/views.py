@@ -143,7 +143,7 @@ def slice_(tracker: Tracker, func: Any, args: Any, kwargs: Any, result: Any, sta
 
 def _part(state: Owned, owners: Owners) -> Owned:
     """Return the state of a part along the examples' axis; it may be of a single one."""
-    return Owned(None if owners.only is not None else state.axis, owners)
+    return Owned(state.axis, owners).alone
 
 
 @owned_rule("select")
@@ -190,10 +190,28 @@ def split(tracker: Tracker, func: Any, args: Any, kwargs: Any, result: Any, stat
     return parts
 
 
+def _reaches_out(tracker: Tracker, source: Tensor, view: Tensor) -> bool:
+    """Whether a view shows memory that the tensor it was made of does not."""
+    with tracker.paused():
+        count = source.untyped_storage().nbytes() // source.element_size() + 1
+        places = torch.arange(count, device=source.device)
+        shown, there = (
+            places.as_strided(each.shape, each.stride(), each.storage_offset()).reshape(-1)
+            for each in (view, source)
+        )
+        return not bool(torch.isin(shown, there).all())
+
+
 @rule("any view")
 def any_view(tracker: Tracker, func: Any, args: Any, kwargs: Any, result: Any) -> Any:
     """A view of any kind, by where it lies in memory."""
     state = tracker.state(args[0])
+    if func is torch.ops.aten.as_strided.default and _reaches_out(tracker, args[0], result):
+        base = args[0]._base
+        known = tracker.state(base) if base is not None else None
+        if state is None and known is None:
+            return None
+        return tracker.opaque("as_strided(), which reaches beyond its tensor,")
     if not isinstance(state, Owned) or state.axis is None:
         return state
     found = []
@@ -248,6 +266,8 @@ def _moved(tracker: Tracker, func: Any, args: Any, kwargs: Any, result: Any, sta
     """Operations that only move elements: they move their owners alike."""
     x = args[0]
     shadow = state.elements(x.shape, x.device)
+    if "out" in kwargs:
+        kwargs = {**kwargs, "out": shadow.new_empty(0)}  # and not the user's
     try:
         moved = func(shadow.contiguous(), *args[1:], **kwargs)
     except RuntimeError:  # not for integers
@@ -261,7 +281,17 @@ def _moved(tracker: Tracker, func: Any, args: Any, kwargs: Any, result: Any, sta
 
 owned_rule("roll", "flip", "rot90", "take", "unfold_copy", "pixel_shuffle", "pixel_unshuffle",
             "channel_shuffle", "native_channel_shuffle", "diagonal_copy", "diag",
-            "repeat_interleave", "_pack_padded_sequence")(_moved)  # fmt: skip
+            "_pack_padded_sequence")(_moved)  # fmt: skip
+
+
+@owned_rule("repeat_interleave")
+def repeat_interleave(
+    tracker: Tracker, func: Any, args: Any, kwargs: Any, result: Any, state: Owned
+) -> Any:
+    """Numbers of rows, each as often as it is to be repeated."""
+    if result.dtype not in (torch.long, torch.int) or args[0].dim() != 1 or len(args) > 1:
+        return unknown(tracker, func, args, kwargs, result)
+    return Owned(0, state.owners.taken(result.long()))
 
 
 @owned_rule("repeat")
@@ -270,6 +300,8 @@ def repeat(tracker: Tracker, func: Any, args: Any, kwargs: Any, result: Any, sta
     x, repeats = args[0], args[1]
     assert state.axis is not None
     axis = state.axis + len(repeats) - x.dim()
+    if not repeats[axis]:
+        return Owned(axis, Owners(tracker.examples, base=_none()))
     return Owned(axis, state.owners.widened(repeats[axis], 1))
 
 
