@@ -354,9 +354,10 @@ def convolution(dimensions: int) -> Handler:
     ) -> Tensor:
         options = (stride, padding, dilation, groups)
         function = FUNCTIONS[dimensions]
-        if not recorder.is_recorded(input):
+        found = recorder.usual(input, weight, bias)
+        if found is None and not recorder.is_recorded(input):
             input = recorder.adopt(input)
-        if recorder.any_depends([weight]) or not recorder.depends(input):
+        if found is None and (recorder.any_depends([weight]) or not recorder.depends(input)):
             if recorder.any_depends([input, weight, bias]):
                 raise CannotFuseError(
                     "The single-pass engine cannot take apart a convolution whose weight depends "
@@ -366,7 +367,7 @@ def convolution(dimensions: int) -> Handler:
         w, b = recorder.name(weight), recorder.name(bias)
         if isinstance(padding, str):
             input, padding = _padded(input, weight, padding, many(dilation))
-        state = recorder.owned(input, w or b)
+        state = found or recorder.owned(input, w or b)
         if input.dim() != dimensions + 2 or state.axis != 0:
             raise CannotFuseError(
                 f"Convolution {w or b!r} gets a tensor of shape {tuple(input.shape)} that does not "

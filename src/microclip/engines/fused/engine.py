@@ -31,6 +31,7 @@ from microclip.engines.fused.verify import (
     Comparison,
     Randomness,
     Verifier,
+    draws_numbers,
     module_of,
 )
 from microclip.engines.gradients import Gradients, modules_of, set_aside
@@ -74,10 +75,9 @@ class Fused(Engine):
             self.verifier.begin()
         is_tight = self.budget.is_tight(microbatches, self.parameters)
         for chunk in self.budget.chunks(microbatches, self.parameters):
-            before = Randomness.now(self._devices) if self.verifier.is_on else None
             found = self._visit(loss_fn, chunk, is_tight)
-            if self.verifier.is_due(found.trail, len(chunk), found.is_doubtful) and before:
-                self._verify(loss_fn, chunk, found, before)
+            if self.verifier.is_due(found.trail, len(chunk), found.is_doubtful):
+                self._verify(loss_fn, chunk, found)
             self.tally.extend(chunk, found.norms, found.means, found.losses)
             alone = final and len(chunk) == len(microbatches) == len(self.tally)
             if alone or not self.tally.policy.rule.streams:
@@ -139,11 +139,20 @@ class Fused(Engine):
             finally:
                 recorder.let_go()
         norms = unscale(uses.norms(), self.scaler)
-        trail, by_place = recorder.tracker.trail, recorder.tracker.by_place
-        reads, doubtful = recorder.reads.values, recorder.reads_of_several
-        return _Pass(uses, norms, means.detach(), losses.detach(), trail, reads, by_place, doubtful)
+        tracker = recorder.tracker
+        return _Pass(
+            uses,
+            norms,
+            means.detach(),
+            losses.detach(),
+            trail=tracker.trail,
+            reads=recorder.reads.values,
+            by_place=tracker.by_place,
+            is_doubtful=recorder.reads_of_several,
+            has_dropout=tracker.has_dropout,
+        )
 
-    def _verify(self, loss_fn: LossFn, chunk: Cuts, found: _Pass, before: Randomness) -> None:
+    def _verify(self, loss_fn: LossFn, chunk: Cuts, found: _Pass) -> None:
         """Compare one micro-batch's gradients with those that it has alone.
 
         On the first batch the examples are shuffled, too. Where random numbers are drawn, a pass
@@ -152,7 +161,7 @@ class Fused(Engine):
         if len(chunk) == 1 or not bool(found.norms.isfinite().all()):
             return
         after = Randomness.now(self._devices)
-        is_random = before.moved(self._devices)
+        is_random = found.has_dropout or draws_numbers(found.trail)
         buffers = copies_of_buffers(self.model)
         rows = self.verifier.shuffled(len(chunk))
         try:
@@ -263,6 +272,7 @@ class _Pass:
     reads: list[Any]  # values that the model looked at
     by_place: bool  # whether it chose examples by their place in the batch
     is_doubtful: bool  # whether it looked at what depends on several examples
+    has_dropout: bool  # in attention, where no other operation shows it
 
 
 class _Uses:

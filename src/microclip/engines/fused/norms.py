@@ -57,13 +57,14 @@ def layer_norm(
     eps: float = 1e-5,
 ) -> Tensor:
     """F.layer_norm: scale and shift of normalised rows."""
+    state = recorder.usual(input, weight, bias)
     parameters = [each for each in (weight, bias) if each is not None]
-    if recorder.any_depends(parameters) or not recorder.depends(input):
+    if state is None and (recorder.any_depends(parameters) or not recorder.depends(input)):
         plain = _plainly(recorder, F.layer_norm, input, list(normalized_shape), eps=eps)
         with recorder:
             return _scaled_and_shifted(plain, weight, bias)
     w, b = recorder.name(weight), recorder.name(bias)
-    state = recorder.owned(input, w or b)
+    state = state or recorder.owned(input, w or b)
     if state.axis is None or state.axis >= input.dim() - len(normalized_shape):
         raise CannotFuseError(f"LayerNorm {w or b!r} normalises over the examples.")
     recorder.expect(w, b)
@@ -170,13 +171,14 @@ def group_norm(
     eps: float = 1e-5,
 ) -> Tensor:
     """F.group_norm: scale and shift of normalised channels."""
+    state = recorder.usual(input, weight, bias)
     parameters = [each for each in (weight, bias) if each is not None]
-    if recorder.any_depends(parameters) or not recorder.depends(input):
+    if state is None and (recorder.any_depends(parameters) or not recorder.depends(input)):
         plain = _plainly(recorder, F.group_norm, input, num_groups, eps=eps)
         with recorder:
             return _by_channel(plain, weight, bias)
     w, b = recorder.name(weight), recorder.name(bias)
-    state = recorder.owned(input, w or b)
+    state = state or recorder.owned(input, w or b)
     if state.axis != 0:
         raise CannotFuseError(f"GroupNorm {w or b!r} does not have the examples first.")
     recorder.expect(w, b)

@@ -118,20 +118,21 @@ def _product(
     bias: Tensor | None,
     transposed: bool,
 ) -> Tensor:
-    if not recorder.is_recorded(x):
+    found = recorder.usual(x, weight, bias)
+    if found is None and not recorder.is_recorded(x):
         x = recorder.adopt(x)
-    if recorder.depends(weight) or recorder.depends(bias):
+    if found is None and (recorder.depends(weight) or recorder.depends(bias)):
         # a weight of each example's own: autograd has its gradient, the parameter's is the other's
         if recorder.is_recorded(weight):
             product = _product(recorder, func, x, weight, None, transposed)
         else:
             product = x @ (weight if transposed else weight.mT)
         return _plus(recorder, product, bias)
-    if not recorder.depends(x):
+    if found is None and not recorder.depends(x):
         args = (bias, x, weight) if func is torch.addmm else (x, weight)
         args = (*args, bias) if func is F.linear else args
         return recorder.derive(func, args, {})  # type: ignore[no-any-return]
-    w, b = recorder.name(weight), recorder.name(bias)
+    w, b = recorder.name(weight), None if bias is None else recorder.name(bias)
     outputs = weight.shape[-1 if transposed else 0]
     plain = weight.dim() == 2 and (bias is None or bias.shape == (outputs,))
     if not plain or x.is_complex() or weight.is_complex():
@@ -143,9 +144,10 @@ def _product(
         else:
             product = torch.matmul(*args)
         return _plus(recorder, product, bias)
-    raw, state = recorder.state(x), recorder.owned(x, w or b)
-    if x.dim() == 1 and isinstance(raw, Owned) and raw.axis is None:
-        state = raw
+    state = found or recorder.owned(x, w or b)
+    whole = recorder.state(x) if x.dim() == 1 else None
+    if isinstance(whole, Owned) and whole.axis is None:
+        state = whole
     if state.axis == x.dim() - 1:
         raise CannotFuseError(
             f"Parameter {w or b!r} multiplies along the dimension that the examples lie along, "

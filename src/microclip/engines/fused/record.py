@@ -104,6 +104,14 @@ class HostReads(TorchFunctionMode):
 TAKE_THE_FORM = frozenset(
     getattr(Tensor, name) for name in ("to", "type_as", "view_as", "reshape_as", "resize_as")
 )
+# functions of one tensor, element by element and without parameters or random numbers
+ACTIVATIONS: frozenset[Any] = frozenset(
+    (
+        torch.relu, torch.tanh, torch.sigmoid, F.relu, F.gelu, F.silu, F.leaky_relu, F.elu,
+        F.hardswish, F.mish, F.softplus, F.relu6, F.tanh, F.sigmoid, F.logsigmoid, F.selu,
+        Tensor.relu, Tensor.tanh, Tensor.sigmoid,
+    )
+)  # fmt: skip
 HOST_READS = frozenset(
     getattr(Tensor, name)
     for name in ("item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__")
@@ -144,6 +152,7 @@ class Recorder(TorchFunctionMode):
         self._meter: tuple[Any, Any] | None = None  # hooks of our own
         self._guesses = Owners.guesses
         self.tracker = Tracker(groups.examples, model)
+        self.tracker.parameters = {id(parameter) for parameter in parameters.values()}
         self._derived_ids = self.tracker.derived
         self._examples = examples
         device = next(iter(parameters.values())).device
@@ -176,33 +185,49 @@ class Recorder(TorchFunctionMode):
             together = isinstance(state, Opaque) or (isinstance(state, Owned) and state.axis == 0)
             self.reads_of_several = self.reads_of_several or together
             return self.reads.take(func, args, kwargs)
+        if func in ACTIVATIONS and args and not (kwargs and "out" in kwargs):
+            state = self.tracker.state(args[0])
+            if isinstance(state, Owned):  # which it leaves as they are: nothing to look into
+                self.tracker.trail.add((func, None))
+                with self.untracked():
+                    result = func(*args, **kwargs) if kwargs else func(*args)
+                self.tracker.set(result, state)
+                return result
         names, derived = self.names, self._derived_ids
+        met = None
         for argument in (*args, *kwargs.values()) if kwargs else args:
             if isinstance(argument, Tensor):
                 if id(argument) in names or id(argument) in derived:
+                    met = argument
                     break
-            elif isinstance(argument, _CONTAINERS) and any(
-                id(tensor) in names or id(tensor) in derived for tensor in tensors_in(argument)
-            ):
-                break
-        else:
+            elif isinstance(argument, _CONTAINERS):
+                for tensor in tensors_in(argument):
+                    if id(tensor) in names or id(tensor) in derived:
+                        met = tensor
+                        break
+        if met is None or not torch.is_grad_enabled():
             return func(*args, **kwargs) if kwargs else func(*args)
-        if not torch.is_grad_enabled():
-            return func(*args, **kwargs) if kwargs else func(*args)
+        self.tracker.trail.add((func, names.get(id(met))))
         return self.record(func, args, kwargs or {})
 
     def record(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Carry out a function that gets something recorded."""
         from microclip.engines.fused import elementwise
 
-        self.tracker.trail.add((func, self.first_name((args, kwargs))))
         if torch._C._are_functorch_transforms_active():
             raise CannotFuseError(
                 "The single-pass engine cannot look into transforms of torch.func, which parameter "
                 f"{self.first_name((args, kwargs))!r} is used in."
             )
-        if any(self._is_opaque(tensor) for tensor in tensors_in((args, kwargs))):
-            return self.derive(func, args, kwargs)  # a refusal only if a loss depends on it
+        for argument in (*args, *kwargs.values()) if kwargs else args:
+            if isinstance(argument, Tensor):
+                opaque = self._is_opaque(argument)
+            else:
+                opaque = isinstance(argument, _CONTAINERS) and any(
+                    self._is_opaque(tensor) for tensor in tensors_in(argument)
+                )
+            if opaque:
+                return self.derive(func, args, kwargs)  # a refusal only if a loss depends on it
         if func in self._handlers:
             return self._handlers[func](self, *args, **kwargs)
         if is_composite(func):
@@ -218,8 +243,9 @@ class Recorder(TorchFunctionMode):
 
     def _is_opaque(self, tensor: Tensor) -> bool:
         """Whether nobody knows whose a tensor is; integers are taken for what they are."""
-        is_number = tensor.is_floating_point() or tensor.is_complex()
-        return is_number and isinstance(self.state(tensor), Opaque)
+        if not isinstance(self.state(tensor), Opaque):
+            return False
+        return tensor.is_floating_point() or tensor.is_complex()
 
     def derive(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Calculate from parameters alone, keeping the way back to them."""
@@ -312,6 +338,20 @@ class Recorder(TorchFunctionMode):
         if state.axis is None and tensor.dim():
             vector = state.owners.vector()[:1].expand(tensor.shape[0])
             return Owned(0, Owners(state.owners.examples, base=vector))
+        return state
+
+    def usual(self, x: Tensor, *parameters: Tensor | None) -> Owned | None:
+        """Return who owns x, if it has the examples first and the others are parameters.
+
+        So it is nearly always, and then there is nothing else to ask.
+        """
+        state = self.tracker.state(x)
+        if not isinstance(state, Owned) or state.axis != 0:
+            return None
+        names = self.names
+        for parameter in parameters:
+            if parameter is not None and id(parameter) not in names:
+                return None
         return state
 
     def own(self, tensor: Tensor, state: State | None) -> Tensor:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -35,6 +35,7 @@ from microclip.engines.fused.owners import (
 
 Rule = Callable[..., Any]
 _free_slots = list(range(1024))  # one attribute for each tracker at work, on whatever thread
+_rules: dict[Any, Any] = {}  # of operations that were met
 _serials = itertools.count(1)
 _CONTAINERS = (list, tuple)
 _RESHAPES_ITSELF = frozenset(
@@ -86,6 +87,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.examples = examples
         self.along_first = Owned(0, Owners(examples))
+        self.parameters: Container[int] = ()  # by id, which are the recorder's business
         self.derived: dict[int, Tensor] = {}  # by id, and so that ids stay theirs
         self._model = model
         self._serial = next(_serials)
@@ -96,6 +98,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.trail: set[tuple[Any, Any]] = set()  # which operation came after which
         self._last: Any = None
         self.before: tuple[torch.Size, tuple[int, ...], int] | None = None
+        self.has_dropout = False  # in attention
         self.by_place = False  # whether examples were chosen by their place in the batch
 
     def close(self) -> None:
@@ -139,6 +142,8 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def state(self, tensor: Any) -> State | None:
         """Return what is known of a tensor; None: it is a constant."""
+        if id(tensor) in self.parameters:
+            return None
         mark: Mark | None = getattr(tensor, self.mark, None)
         if mark is not None and mark.serial != self._serial:
             mark = None
@@ -185,10 +190,15 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return f"a {kind}"
 
     def _propagate(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        from microclip.engines.fused.propagation import rule_for
+        known = _rules.get(func)
+        if known is None:
+            from microclip.engines.fused.propagation import rule_for
 
-        rule, writes = rule_for(func)
-        if _any_nested(args) or _any_nested((result,)):
+            known = _rules[func] = rule_for(func)
+        rule, writes = known
+        if (isinstance(result, Tensor) and result.is_nested) or (
+            args and isinstance(args[0], Tensor) and args[0].is_nested
+        ):
             state: Any = self.opaque("a nested tensor")
         else:
             state = rule(self, func, args, kwargs, result)
@@ -325,10 +335,6 @@ def _tensors_in(result: Any) -> list[Tensor]:
         return [result]
     found = result if isinstance(result, _CONTAINERS) else ()
     return [each for each in found if isinstance(each, Tensor)]
-
-
-def _any_nested(arguments: Any) -> bool:
-    return any(isinstance(each, Tensor) and each.is_nested for each in arguments)
 
 
 def is_derived(state: State | None) -> bool:

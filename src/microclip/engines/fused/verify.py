@@ -197,6 +197,19 @@ class Randomness:
             sys.modules["numpy"].random.set_state(self.numpy)
 
 
+def draws_numbers(trail: set[Any]) -> bool:
+    """Whether any of the operations of a pass draws random numbers from torch.
+
+    Those that may, and only do if they are told to, are left to whoever knows their arguments.
+    """
+    return any(
+        torch.Tag.nondeterministic_seeded in operation.tags
+        for _, operation in trail
+        if isinstance(operation, torch._ops.OpOverload)
+        and "scaled_dot_product" not in operation._schema.name
+    )
+
+
 class AutocastWatch:
     """Notices whether any module computes under autocast: gradients are whole, but rounded.
 

@@ -145,6 +145,8 @@ def batch_norm(tracker: Tracker, func: Any, args: Any, kwargs: Any, result: Any)
       "_scaled_dot_product_attention_math_for_mps")  # fmt: skip
 def attention(tracker: Tracker, func: Any, args: Any, kwargs: Any, result: Any) -> Any:
     """Queries, keys and values of each example and head."""
+    (dropout,) = named(func, args, kwargs, "dropout_p")
+    tracker.has_dropout = tracker.has_dropout or bool(dropout)
     mask = named(func, args, kwargs, "attn_mask")[0]
     if mask is None:
         mask = named(func, args, kwargs, "attn_bias")[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache, wraps
 from typing import Any
@@ -81,16 +82,21 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 def named(func: Any, args: Any, kwargs: Any, *names: str) -> list[Any]:
     """Return some of an operation's arguments by their names in its schema."""
-    found = {}
-    for index, argument in enumerate(func._schema.arguments):
-        if argument.name in names:
-            if argument.name in kwargs:
-                found[argument.name] = kwargs[argument.name]
-            elif index < len(args):
-                found[argument.name] = args[index]
-            else:
-                found[argument.name] = argument.default_value
-    return [found.get(name) for name in names]
+    return [
+        kwargs[name] if name in kwargs else args[index] if index < len(args) else default
+        for name, index, default in _places(func, names)
+    ]
+
+
+@cache
+def _places(func: Any, names: tuple[str, ...]) -> list[tuple[str, int, Any]]:
+    """Return where arguments of these names are, and what they are by default."""
+    arguments = {each.name: (i, each) for i, each in enumerate(func._schema.arguments)}
+    found = []
+    for name in names:
+        index, argument = arguments.get(name, (sys.maxsize, None))
+        found.append((name, index, None if argument is None else argument.default_value))
+    return found
 
 
 def settled(
