@@ -19,7 +19,6 @@ HANDLERS: dict[Any, Handler] = {
     torch.Tensor.__getitem__: products.get_item,
     torch.index_select: products.index_select,
     torch.Tensor.index_select: products.index_select,
-    torch._grouped_mm: products.grouped_mm,
     F.layer_norm: norms.layer_norm,
     F.group_norm: norms.group_norm,
     F.rms_norm: norms.rms_norm,
@@ -54,8 +53,9 @@ HANDLERS: dict[Any, Handler] = {
     torch.rnn_tanh_cell: recurrent.rnn_cell(torch.tanh),
     torch.rnn_relu_cell: recurrent.rnn_cell(torch.relu),
 }
-if hasattr(F, "grouped_mm"):
-    HANDLERS[F.grouped_mm] = products.grouped_mm
+for _module, _name in ((torch, "_grouped_mm"), (F, "grouped_mm")):  # newer than the oldest torch
+    if hasattr(_module, _name):
+        HANDLERS[getattr(_module, _name)] = products.grouped_mm
 for _matmul in (
     torch.matmul,
     torch.Tensor.matmul,
