@@ -40,6 +40,7 @@ from microclip.engines.fused.owners import (
     refuse_gradients_of_nobody,
 )
 from microclip.engines.fused.plan import Weight
+from microclip.engines.fused.shortcuts import SHORTCUTS
 from microclip.engines.fused.tracker import Tracker
 
 _CONTAINERS = (list, tuple, dict)
@@ -104,14 +105,6 @@ class HostReads(TorchFunctionMode):
 TAKE_THE_FORM = frozenset(
     getattr(Tensor, name) for name in ("to", "type_as", "view_as", "reshape_as", "resize_as")
 )
-# functions of one tensor, element by element and without parameters or random numbers
-ACTIVATIONS: frozenset[Any] = frozenset(
-    (
-        torch.relu, torch.tanh, torch.sigmoid, F.relu, F.gelu, F.silu, F.leaky_relu, F.elu,
-        F.hardswish, F.mish, F.softplus, F.relu6, F.tanh, F.sigmoid, F.logsigmoid, F.selu,
-        Tensor.relu, Tensor.tanh, Tensor.sigmoid,
-    )
-)  # fmt: skip
 HOST_READS = frozenset(
     getattr(Tensor, name)
     for name in ("item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__")
@@ -185,14 +178,15 @@ class Recorder(TorchFunctionMode):
             together = isinstance(state, Opaque) or (isinstance(state, Owned) and state.axis == 0)
             self.reads_of_several = self.reads_of_several or together
             return self.reads.take(func, args, kwargs)
-        if func in ACTIVATIONS and args and not (kwargs and "out" in kwargs):
+        question = SHORTCUTS.get(func)
+        if question is not None and args and not (kwargs and "out" in kwargs):
             state = self.tracker.state(args[0])
-            if isinstance(state, Owned):  # which it leaves as they are: nothing to look into
-                self.tracker.trail.add((func, None))
-                with self.untracked():
-                    result = func(*args, **kwargs) if kwargs else func(*args)
-                self.tracker.set(result, state)
-                return result
+            if (
+                isinstance(state, Owned)
+                and state.axis == 0
+                and question(self, state, args, kwargs or {})
+            ):
+                return self._unchanged(func, args, kwargs, state)
         names, derived = self.names, self._derived_ids
         met = None
         for argument in (*args, *kwargs.values()) if kwargs else args:
@@ -209,6 +203,16 @@ class Recorder(TorchFunctionMode):
             return func(*args, **kwargs) if kwargs else func(*args)
         self.tracker.trail.add((func, names.get(id(met))))
         return self.record(func, args, kwargs or {})
+
+    def _unchanged(self, func: Any, args: Any, kwargs: Any, state: Owned) -> Any:
+        """Carry out a function that leaves the examples where they are."""
+        tracker = self.tracker
+        tracker.trail.add((func, None))
+        with self.untracked():
+            result = func(*args, **kwargs) if kwargs else func(*args)
+        for each in (result,) if isinstance(result, Tensor) else result:
+            tracker.set(each, state)
+        return result
 
     def record(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Carry out a function that gets something recorded."""
