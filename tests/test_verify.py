@@ -257,6 +257,12 @@ class TestComparison:
         comparison.add("missing", None, None)
         assert comparison.suspect(rounded=False) is None
 
+    def test_one_that_is_not_finite_does(self):
+        comparison = Comparison()
+        comparison.add("fine", torch.ones(3), torch.ones(3))
+        comparison.add("lost", torch.ones(3), torch.full((3,), torch.nan))
+        assert comparison.suspect(rounded=False) == "lost"
+
     def test_missing_ones_do(self):
         comparison = Comparison()
         comparison.add("there", torch.ones(3), torch.ones(3))

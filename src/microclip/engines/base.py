@@ -23,7 +23,7 @@ class MeanLossError(CannotFuseError):
 
 
 class MismatchError(RuntimeError):
-    """A single pass gave another gradient than a micro-batch alone."""
+    """A single pass disagrees with the gradient of a micro-batch run alone."""
 
 
 class Engine(ABC):

@@ -218,8 +218,8 @@ class Fused(Engine):
             suspect = comparison.suspect(autocast.seen)
             if suspect is not None:
                 raise MismatchError(
-                    "A single pass gives another gradient than a micro-batch alone, most so for "
-                    f"parameter {suspect!r}{module_of(self.model, suspect)}: the model seems to "
+                    "A single pass disagrees with the gradient of a micro-batch run alone, most of "
+                    f"all for parameter {suspect!r}{module_of(self.model, suspect)}: the model seems to "
                     "mix examples."
                 )
             self.verifier.spend(ALONE / len(chunk))

@@ -335,8 +335,3 @@ def _tensors_in(result: Any) -> list[Tensor]:
         return [result]
     found = result if isinstance(result, _CONTAINERS) else ()
     return [each for each in found if isinstance(each, Tensor)]
-
-
-def is_derived(state: State | None) -> bool:
-    """Whether a tensor depends on parameters alone."""
-    return isinstance(state, Derived)

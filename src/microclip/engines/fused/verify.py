@@ -77,11 +77,13 @@ class Comparison:
         return total / norm if norm else total
 
     def suspect(self, rounded: bool) -> str | None:
-        """Return the parameter that is furthest off, if any is by too much; not if it is NaN."""
+        """Return the parameter that is furthest off, if any is off by too much or not finite."""
         tolerance = Tolerance.for_(self._dtypes, rounded)
         whole = math.hypot(*self._norms.values())
         worst, suspect = 1.0, None
         for name, error in self._errors.items():
+            if not math.isfinite(error):
+                return name
             allowed = tolerance.relative * self._norms[name] + tolerance.absolute * whole
             if error > allowed and error / (allowed or 1e-300) > worst:
                 worst, suspect = error / (allowed or 1e-300), name
