@@ -192,6 +192,31 @@ class TestLeavesNoTrace:
         assert torch.equal(gradients, same)
         assert torch.equal(numbers, again)
 
+    def test_a_wrong_guess(self):
+        """As many positions as examples: the pass is repeated, and its first try leaves nothing."""
+
+        class Positions(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.table = nn.Embedding(8, 4)
+                self.register_buffer("calls", torch.zeros(()))
+
+            def forward(self, x):
+                self.calls += 1
+                near = (torch.arange(8)[:, None] - torch.arange(8)).abs()
+                return (x + self.table(near).sum(1)).sum(2)
+
+        model = Positions()
+        x = torch.randn(8, 8, 4)
+        expected = wanted(model, x)
+        model.calls.zero_()
+        state = torch.get_rng_state()
+        clipper = Clipper(model, 2, engine="fused", verify="never")
+        assert clipper.backward(losses(model), x).engine == "fused"
+        assert model.calls == 1
+        assert torch.equal(torch.get_rng_state(), state)
+        properties.assert_close(gradient(model), expected, 1e-5)
+
     def test_dropout_is_held_still_and_mixing_found_beside_it(self):
         model = nn.Sequential(nn.Dropout(0.5), Mixing())
         x = torch.randn(8, 4)

@@ -32,6 +32,7 @@ class Budget:
         self._limits: dict[torch.device, float] = {}
         # what was measured, by the class of an example's number of elements
         self._seen: dict[int, _Need] = {}
+        self.with_adoption: set[int] = set()  # numbers of examples with which guesses went well
         self.without_adoption: set[int] = set()  # numbers of examples that misled the recorder
 
     def is_tight(self, cuts: Cuts, parameters: dict[str, nn.Parameter]) -> bool:

@@ -36,6 +36,7 @@ from microclip.engines.fused.verify import (
 )
 from microclip.engines.gradients import Gradients, modules_of, set_aside
 from microclip.engines.losses import LossFn, backward, call, unscale
+from microclip.engines.randomness import RandomState
 from microclip.engines.stillness import Still
 from microclip.engines.sums import Sums
 from microclip.engines.two_pass import copies_of_buffers, put_back
@@ -91,11 +92,20 @@ class Fused(Engine):
         Constants that seem to have a row for each example are taken for theirs. Where that turns
         out to be a mistake, batches of this size are done without.
         """
-        adopts = microbatches.examples not in self.budget.without_adoption
+        if microbatches.examples in self.budget.without_adoption:
+            return self._pass(loss_fn, microbatches, is_tight, False)
+        is_new = microbatches.examples not in self.budget.with_adoption
+        buffers = copies_of_buffers(self.model) if is_new else {}
+        start = RandomState.now(self._devices) if is_new else None
         try:
-            return self._pass(loss_fn, microbatches, is_tight, adopts)
+            found = self._pass(loss_fn, microbatches, is_tight, True)
+            self.budget.with_adoption.add(microbatches.examples)
+            return found
         except _AdoptionError:
-            pass
+            # the pass that is repeated must leave no trace
+            put_back(self.model, buffers)
+            if start is not None:
+                start.restore()
         found = self._pass(loss_fn, microbatches, is_tight, False)
         self.budget.without_adoption.add(microbatches.examples)
         return found
@@ -219,8 +229,8 @@ class Fused(Engine):
             if suspect is not None:
                 raise MismatchError(
                     "A single pass disagrees with the gradient of a micro-batch run alone, most of "
-                    f"all for parameter {suspect!r}{module_of(self.model, suspect)}: the model seems to "
-                    "mix examples."
+                    f"all for parameter {suspect!r}{module_of(self.model, suspect)}: the model "
+                    "seems to mix examples."
                 )
             self.verifier.spend(ALONE / len(chunk))
             if tried >= least and not (found.reads and reads.values == found.reads):
