@@ -60,6 +60,7 @@ class TestWhatComesBack:
         with Ledger(tmp_path, flush_every=2) as ledger:
             clipper = Clipper(model, 2, engine=engine, ledger=ledger)
             for _ in range(5):
+                model.zero_grad()
                 found = clipper.backward(lambda x: model(x).square().mean(1), torch.randn(7, 3))
                 outcomes.append(found)
         record = open_ledger(tmp_path)
@@ -164,7 +165,7 @@ class TestWhen:
     def test_a_checkpoint_flushes(self, tmp_path):
         model = torch.nn.Linear(2, 1)
         clipper = Clipper(model, 1, ledger=Ledger(tmp_path))
-        clipper.backward(lambda x: model(x).mean(), torch.ones(2, 2))
+        clipper.backward(lambda x: model(x).mean(), torch.eye(2))
         assert parts_of(tmp_path) == []
         clipper.state_dict()
         assert parts_of(tmp_path) == [(0, 0)]
@@ -186,7 +187,7 @@ class TestWhen:
             "import torch, microclip\n"
             "model = torch.nn.Linear(2, 1)\n"
             f"clipper = microclip.Clipper(model, 1, ledger=microclip.Ledger({str(tmp_path)!r}))\n"
-            "clipper.backward(lambda x: model(x).mean(), torch.ones(2, 2))\n"
+            "clipper.backward(lambda x: model(x).mean(), torch.eye(2))\n"
             "raise SystemExit('the end')\n"
         )
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)

@@ -1,7 +1,9 @@
 """Cutting a batch into micro-batches: nested containers of tensors, domains, ragged ends.
 
 Knows nothing of models, gradients or rules. Slices are contiguous, in the order given; nothing is
-shuffled. Tensors are cut along their first dimension; everything else is handed on whole.
+shuffled. Tensors are cut along `batch_dim`, their first dimension unless told otherwise (shorter
+ones along their last), and so are lists with a string for each example; everything else is handed
+on whole.
 """
 
 from __future__ import annotations
@@ -19,6 +21,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
+from microclip import multitensor
+
 Domains = Tensor | Sequence[Hashable]
 Ids = Tensor | Sequence[Hashable]
 
@@ -31,6 +35,7 @@ class Microbatch:
     positions: Sequence[int]
     domain: Hashable  # None when no domains were given
     ids: tuple[Hashable, ...]  # positions in the mini-batch when none were given
+    batch_dim: int = 0
 
     @property
     def size(self) -> int:
@@ -43,7 +48,7 @@ class Microbatch:
 
         So a loss function may take its container apart, as that of transformers' Trainer does.
         """
-        return _select(self.source, self.positions)
+        return _select(self.source, self.positions, self.batch_dim)
 
 
 class Cuts(Sequence[Microbatch]):
@@ -54,6 +59,8 @@ class Cuts(Sequence[Microbatch]):
         positions: Where each one's examples are in it.
         domains: That of each.
         ids: Those of each one's examples.
+        spare: A copy of the batch, should somebody write to it.
+        batch_dim: The dimension that the examples lie along.
     """
 
     def __init__(
@@ -62,12 +69,17 @@ class Cuts(Sequence[Microbatch]):
         positions: list[Sequence[int]],
         domains: list[Hashable],
         ids: list[tuple[Hashable, ...]],
+        spare: Any = None,
+        batch_dim: int = 0,
     ) -> None:
         self.sizes = [len(each) for each in positions]
         self.domains = domains
         self.ids = ids
+        self.batch_dim = batch_dim
         self._batch = batch
         self._positions = positions
+        self._spare = spare
+        self._versions = _versions(batch)
 
     def __len__(self) -> int:
         return len(self.sizes)
@@ -81,8 +93,9 @@ class Cuts(Sequence[Microbatch]):
     def __getitem__(self, index: int | slice) -> Microbatch | Cuts:
         batch, positions, domains, ids = self._batch, self._positions, self.domains, self.ids
         if isinstance(index, slice):
-            return Cuts(batch, positions[index], domains[index], ids[index])
-        return Microbatch(batch, positions[index], domains[index], ids[index])
+            more = self._spare, self.batch_dim
+            return Cuts(batch, positions[index], domains[index], ids[index], *more)
+        return Microbatch(batch, positions[index], domains[index], ids[index], self.batch_dim)
 
     def chosen(self, rows: Sequence[int]) -> Cuts:
         """Return some of the micro-batches, in the order given."""
@@ -91,12 +104,64 @@ class Cuts(Sequence[Microbatch]):
             [self._positions[row] for row in rows],
             [self.domains[row] for row in rows],
             [self.ids[row] for row in rows],
+            self._spare,
+            self.batch_dim,
         )
+
+    def keep_copy(self) -> Cuts:
+        """Return the same with a copy of the batch in reserve."""
+        return self._over(self._batch, copied(self._batch))
+
+    @property
+    def as_it_is(self) -> Cuts:
+        """The same, to see later whether somebody has written to the batch from now on."""
+        return self._over(self._batch, None)
+
+    @property
+    def pristine(self) -> Cuts:
+        """The same of the copy, if there is one: as the batch was before anybody wrote to it."""
+        return self if self._spare is None else self._over(self._spare, None)
+
+    @property
+    def were_edited(self) -> bool:
+        """Whether somebody has written to the batch, or to its copy, since it was cut.
+
+        What is written through `.data` or numpy shows only beside a copy.
+        """
+        if _versions(self._batch) != self._versions:
+            return True
+        if self._spare is None:
+            return False
+        pairs = zip(tensors_of(self._batch), tensors_of(self._spare), strict=True)
+        return not all(_equal(one, other) for (_, one), (_, other) in pairs)
+
+    @property
+    def can_be_repeated(self) -> bool:
+        """Whether the batch can be had as it was."""
+        return self._spare is not None or not self.were_edited
+
+    @torch.no_grad()
+    def reverted(self) -> Cuts:
+        """Return the same, with whatever was written to the batch undone from the copy."""
+        if self.were_edited:
+            for (_, leaf), (_, copy) in zip(
+                tensors_of(self._batch), tensors_of(self._spare), strict=True
+            ):
+                leaf.copy_(copy)
+        return self.as_it_is
+
+    def _over(self, batch: Any, spare: Any) -> Cuts:
+        return Cuts(batch, self._positions, self.domains, self.ids, spare, self.batch_dim)
 
     @cached_property
     def examples(self) -> int:
         """How many examples there are in all micro-batches."""
         return sum(self.sizes)
+
+    @property
+    def numbers_per_example(self) -> list[tuple[str, int]]:
+        """Lists and arrays with a number for each example, by name: they are handed on whole."""
+        return list(_numbers(self._batch, count_examples(self._batch, self.batch_dim), "batch"))
 
     @cached_property
     def leaves(self) -> list[Tensor]:
@@ -107,9 +172,9 @@ class Cuts(Sequence[Microbatch]):
     def whole(self) -> Any:
         """All the examples, micro-batch after micro-batch, in a container of their own."""
         positions = list(chain.from_iterable(self._positions))
-        if positions == list(range(len(self.leaves[0]))):
+        if positions == list(range(count_examples(self._batch, self.batch_dim))):
             return _map(lambda leaf: leaf, self._batch)
-        return _select(self._batch, positions)
+        return _select(self._batch, positions, self.batch_dim)
 
 
 def cut(
@@ -119,6 +184,7 @@ def cut(
     domains: Domains | None = None,
     ids: Ids | None = None,
     first_position: int = 0,
+    batch_dim: int = 0,
 ) -> Cuts:
     """Cut a batch into micro-batches of `microbatch_size` examples (None: the whole batch).
 
@@ -130,7 +196,7 @@ def cut(
     >>> [(m.domain, m.ids) for m in cut(torch.zeros(4), 2, domains=["de", "en", "de", "de"])]
     [('de', (0, 2)), ('de', (3,)), ('en', (1,))]
     """
-    size = count_examples(batch)
+    size = count_examples(batch, batch_dim)
     names = _as_list(ids, "ids", size) or list(range(first_position, first_position + size))
     labels = _as_list(domains, "domains", size)
     positions: list[Sequence[int]] = []
@@ -140,7 +206,8 @@ def cut(
         pieces = [found[start : start + step] for start in range(0, len(found), step)]
         positions += pieces
         owners += [domain] * len(pieces)
-    return Cuts(batch, positions, owners, [tuple([names[i] for i in each]) for each in positions])
+    labels_of = [tuple([names[i] for i in each]) for each in positions]
+    return Cuts(batch, positions, owners, labels_of, batch_dim=batch_dim)
 
 
 def check_size(microbatch_size: object) -> int | None:
@@ -160,17 +227,35 @@ def check_size(microbatch_size: object) -> int | None:
     )
 
 
-def count_examples(batch: Any) -> int:
-    """Return the length of the first dimension that all tensors of the batch share."""
+def check_batch_dim(batch_dim: object) -> int:
+    """Return a valid dimension, or explain what is wrong with it."""
+    if isinstance(batch_dim, int) and not isinstance(batch_dim, bool) and batch_dim >= 0:
+        return batch_dim
+    raise ValueError(
+        f"batch_dim must be 0 or a positive integer, the dimension that the examples lie along, "
+        f"but got {batch_dim!r}. It is 1 for tensors of shape (time, examples, ...)."
+    )
+
+
+def axis_of(leaf: Tensor, batch_dim: int) -> int:
+    """Return the dimension that the examples of a tensor lie along."""
+    return min(batch_dim, leaf.dim() - 1)
+
+
+def count_examples(batch: Any, batch_dim: int = 0) -> int:
+    """Return the length of the dimension of the examples, which all tensors of a batch share."""
     first_name, size = "", -1
     for name, leaf in tensors_of(batch):
+        length = leaf.shape[axis_of(leaf, batch_dim)]
         if size < 0:
-            first_name, size = name, leaf.shape[0]
-        elif leaf.shape[0] != size:
+            first_name, size = name, length
+        elif length != size:
+            where = "first dimension" if batch_dim == 0 else f"dimension {batch_dim}"
             raise ValueError(
-                f"All tensors of a batch must have the examples along their first dimension, but "
-                f"{first_name} has {size} and {name} has {leaf.shape[0]}. "
-                "Let loss_fn close over what does not belong to single examples."
+                f"All tensors of a batch must have the examples along their {where}, but "
+                f"{first_name} has {size} and {name} has {length}. Let loss_fn close over what "
+                "does not belong to single examples, and say batch_dim=1 if tensors are (time, "
+                "examples, ...)."
             )
     if size < 0:
         raise ValueError(
@@ -183,24 +268,60 @@ def count_examples(batch: Any) -> int:
     return size
 
 
-def is_empty(batch: Any) -> bool:
+def is_empty(batch: Any, batch_dim: int = 0) -> bool:
     """Whether a batch has tensors, and no examples in them."""
-    lengths = [len(leaf) for _, leaf in tensors_of(batch)]
+    lengths = [leaf.shape[axis_of(leaf, batch_dim)] for _, leaf in tensors_of(batch)]
     return bool(lengths) and not any(lengths)
 
 
-def _select(batch: Any, positions: Sequence[int]) -> Any:
+def _select(batch: Any, positions: Sequence[int], batch_dim: int) -> Any:
     """Return the batch with only these examples: views where they are neighbours, else copies."""
+
+    def strings(texts: Any) -> Any:
+        if len(texts) != count_examples(batch, batch_dim):
+            return texts
+        return type(texts)([texts[position] for position in positions])
+
     start, stop = positions[0], positions[-1] + 1
     if list(positions) == list(range(start, stop)):
-        return _map(lambda leaf: leaf[start:stop], batch)
+        if batch_dim == 0:
+            return _map(lambda leaf: leaf[start:stop], batch, strings)
+        length = stop - start
+        return _map(
+            lambda leaf: leaf.narrow(axis_of(leaf, batch_dim), start, length), batch, strings
+        )
     chosen = torch.tensor(positions)
-    return _map(lambda leaf: leaf.index_select(0, chosen.to(leaf.device)), batch)
+    return _map(
+        lambda leaf: leaf.index_select(axis_of(leaf, batch_dim), chosen.to(leaf.device)),
+        batch,
+        strings,
+    )
 
 
 def copied(batch: Any) -> Any:
     """Return a batch whose tensors can be changed without harm."""
-    return _map(torch.clone, batch)
+    return _map(_copy, batch)
+
+
+def _copy(leaf: Tensor) -> Tensor:
+    if leaf.grad_fn is not None:
+        return leaf.clone()
+    return leaf.detach().clone().requires_grad_(leaf.requires_grad)
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are the same, as far as looking costs nothing; NaN is equal to itself."""
+    if not multitensor.on_host(one) or torch.equal(one, other):
+        return True
+    return bool(((one == other) | ((one != one) & (other != other))).all())
+
+
+def _versions(batch: Any) -> list[int]:
+    """Return what tells whether somebody has written to a tensor of a batch, or replaced it."""
+    return [
+        -1 if leaf.is_inference() else leaf._version + (id(leaf) << 32)
+        for _, leaf in tensors_of(batch)
+    ]
 
 
 def _by_domain(labels: list[Hashable] | None, size: int) -> list[tuple[Hashable, Sequence[int]]]:
@@ -228,6 +349,7 @@ def _as_list(labels: Tensor | Sequence[Hashable] | None, what: str, size: int) -
         shape = repr(labels) if isinstance(labels, str) else f"a tensor of shape {labels.shape}"
         raise ValueError(f"{what} must hold one label per example, but got {shape}.")
     found = labels.tolist() if isinstance(labels, Tensor) else list(labels)
+    found = [label.item() if isinstance(label, Tensor) else label for label in found]
     if len(found) != size:
         raise ValueError(
             f"{what} must hold one label per example: the batch has {size} examples, "
@@ -263,25 +385,50 @@ def _children(node: Any) -> list[tuple[str, Any]]:
     return []
 
 
-def _map(function: Callable[[Tensor], Tensor], node: Any) -> Any:
-    """Rebuild a nested container with its tensors replaced; it keeps its type."""
+def _map(
+    function: Callable[[Tensor], Tensor], node: Any, strings: Callable[[Any], Any] | None = None
+) -> Any:
+    """Rebuild a nested container with its tensors replaced, and lists of strings; types stay."""
     if isinstance(node, Tensor):
         return function(node) if node.dim() > 0 else node
     if isinstance(node, Mapping):
         # a copy keeps what a BatchEncoding holds beside its data
         mapping = copy.copy(node) if isinstance(node, MutableMapping) else dict(node)
-        mapping.update({key: _map(function, child) for key, child in node.items()})
+        mapping.update({key: _map(function, child, strings) for key, child in node.items()})
         return mapping
     if _is_dataclass(node):
         rebuilt = copy.copy(node)
         for field in dataclasses.fields(node):
             # past __setattr__ and __post_init__: frozen classes and checks of whole batches
-            object.__setattr__(rebuilt, field.name, _map(function, getattr(node, field.name)))
+            child = _map(function, getattr(node, field.name), strings)
+            object.__setattr__(rebuilt, field.name, child)
         return rebuilt
     if isinstance(node, list | tuple):
-        children = [_map(function, child) for child in node]
-        return type(node)(*children) if hasattr(node, "_fields") else type(node)(children)
+        if hasattr(node, "_fields"):
+            return type(node)(*[_map(function, child, strings) for child in node])
+        if strings is not None and _are_strings(node):
+            return strings(node)
+        return type(node)([_map(function, child, strings) for child in node])
     return node
+
+
+def _numbers(node: Any, count: int, name: str) -> Iterator[tuple[str, int]]:
+    """Yield lists and arrays of so many numbers, with a name a user can find them by."""
+    if isinstance(node, Tensor):
+        return
+    is_list = isinstance(node, list) and all(type(each) in (int, float, bool) for each in node)
+    if is_list or (hasattr(node, "__array__") and getattr(node, "ndim", 0) > 0):
+        if len(node) == count > 1:
+            yield name, count
+        return
+    for key, child in _children(node):
+        yield from _numbers(child, count, f"{name}{key}")
+
+
+def _are_strings(values: Sequence[Any]) -> bool:
+    """Whether these are strings, of which some may be missing."""
+    kinds = set(map(type, values))
+    return bool(kinds & {str, bytes}) and kinds <= {str, bytes, type(None)}
 
 
 def _is_dataclass(node: Any) -> bool:

@@ -3,6 +3,9 @@
 Norms are taken block by block and combined in float64. One reduction over a large float32 tensor
 drifts (8e-4 over 40 million elements on a CPU, so an embedding table would break "exact"); small
 blocks stay below 1e-6 at worst and cost no more.
+
+Squares leave the range of their dtype long before the numbers do: those of float32 lose digits
+below 1e-19 and overflow above 1e19. So a norm near either end is taken again, scaled.
 """
 
 from __future__ import annotations
@@ -16,6 +19,9 @@ from torch import Tensor
 
 BLOCK = 1024
 HALF = (torch.float16, torch.bfloat16)
+# norms between these are right: what squares lose beyond is below 1e-7 of them
+SAFE_SINGLE, SAFE_DOUBLE = (1e-10, 1e18), (1e-140, 1e140)
+LARGEST_FACTOR = 1e30  # that gradients of float32 are multiplied with at once
 
 
 def on_host(tensor: Tensor) -> bool:
@@ -37,10 +43,27 @@ def norm(tensors: list[Tensor], device: torch.device) -> Tensor:
     if not on_host(tensors[0]):
         return join(torch._foreach_norm(tensors, 2, dtype=wide), device)
     total = torch.linalg.vector_norm(_block_norms(tensors), dtype=wide)
-    if 0 < total.item() < math.inf:
+    if is_safe(total.item(), tensors):
         return cast(Tensor, total)
-    # Squares of float32 vanish below 1e-19 and overflow above 1e19: look again before believing.
-    return join([torch.linalg.vector_norm(tensor, dtype=wide) for tensor in tensors], device)
+    return join([_scaled_norm(tensor) for tensor in tensors], device)
+
+
+def is_safe(norm: float, tensors: list[Tensor]) -> bool:
+    """Whether a norm that was taken by squares of these tensors is far from both ends of them."""
+    if SAFE_SINGLE[0] < norm < SAFE_SINGLE[1]:
+        return True
+    low, high = SAFE_DOUBLE
+    return all(tensor.dtype == torch.float64 for tensor in tensors) and low < norm < high
+
+
+def _scaled_norm(tensor: Tensor) -> Tensor:
+    """Return the norm of a tensor of any magnitude: largest x |tensor / largest|."""
+    flat = _flat(tensor).to(widest(tensor.device))
+    largest = flat.abs().max()
+    if not 0 < largest.item() < math.inf:
+        return largest
+    scaled: Tensor = torch.linalg.vector_norm(flat / largest)
+    return scaled * largest
 
 
 def join(norms: Iterable[Tensor], device: torch.device) -> Tensor:
@@ -48,7 +71,11 @@ def join(norms: Iterable[Tensor], device: torch.device) -> Tensor:
     parts = [part.to(device) for part in norms]
     if not parts:
         return torch.zeros((), device=device, dtype=widest(device))
-    return cast(Tensor, torch.linalg.vector_norm(torch.stack(parts)))
+    stacked = torch.stack(parts)
+    total = torch.linalg.vector_norm(stacked)
+    if on_host(total) and not is_safe(total.item(), [stacked]):
+        return _scaled_norm(stacked)
+    return cast(Tensor, total)
 
 
 def _block_norms(tensors: list[Tensor]) -> Tensor:
@@ -131,7 +158,12 @@ def add_(sums: list[Tensor], tensors: list[Tensor], coefficient: Tensor) -> None
     if not sums:
         return
     if on_host(coefficient):
-        torch._foreach_add_(sums, tensors, alpha=coefficient.item())
+        factor, *rest = _in_range(coefficient.item())
+        if rest:
+            tensors = [t.to(s.dtype, copy=True) for s, t in zip(sums, tensors, strict=True)]
+            for another in rest:
+                torch._foreach_mul_(tensors, another)
+        torch._foreach_add_(sums, tensors, alpha=factor)
         return
     for device in {tensor.device for tensor in sums}:
         here = [
@@ -144,9 +176,24 @@ def add_(sums: list[Tensor], tensors: list[Tensor], coefficient: Tensor) -> None
 def multiply_(tensors: list[Tensor], coefficient: Tensor) -> None:
     """Multiply all tensors by one number, in place."""
     if on_host(coefficient):
-        if tensors and coefficient.item() != 1:
-            torch._foreach_mul_(tensors, coefficient.item())
+        for factor in _in_range(coefficient.item()):
+            if tensors and factor != 1:
+                torch._foreach_mul_(tensors, factor)
         return
     for device in {tensor.device for tensor in tensors}:  # more than one: a model cut over devices
         here = [tensor for tensor in tensors if tensor.device == device]
         torch._foreach_mul_(here, coefficient.to(device))
+
+
+def _in_range(coefficient: float) -> list[float]:
+    """Return factors that float32 has room for, and whose product is the coefficient."""
+    if not is_extreme(coefficient):
+        return [coefficient]
+    count = math.ceil(abs(math.log(coefficient)) / math.log(LARGEST_FACTOR))
+    root = coefficient ** (1 / count)
+    return [*[root] * (count - 1), coefficient / root ** (count - 1)]
+
+
+def is_extreme(coefficient: float) -> bool:
+    """Whether a coefficient must reach gradients of float32 in two factors."""
+    return 0 < coefficient < 1 / LARGEST_FACTOR or LARGEST_FACTOR < coefficient < math.inf

@@ -12,11 +12,14 @@ all are zero        weights 0, bound 0: the gradient is zero, not NaN
 one micro-batch     a bound taken from the norms (MinNorm, Median, Mean, Quantile): weight
                     exactly 1, the plain gradient. Unit, Fixed and Automatic know their bound
                     beforehand and keep to it: normalised, globally clipped, damped gradient
-tiny (1e-40)        as any other: norms are float64, so neither 1/norm nor its square overflows
+tiny (1e-40)        as any other: norms are float64, so neither 1/norm nor its square overflows,
+                    and a weight of 1e40 reaches float32 gradients in two factors
 NaN or inf          "propagate": all weights and the bound are NaN, so the gradient is NaN;
                     "skip": weight 0, the others are as without it;
                     "raise": an error, and `.grad` stays as it was
 huge spread (1e30)  as any other: a weight of 1e-30 is kept, not flushed to zero
+weights of a rule   that are negative, NaN, infinite or no tensor: an error that names the rule (on
+of your own         an accelerator, where looking would stall it, NaN: the gradient shows it)
 ==================  ==========================================================================
 
 >>> import torch
@@ -68,8 +71,13 @@ class Rule:
 
     @property
     def streams(self) -> bool:
-        """Whether gradients can be added up before all norms are known. Engines read this."""
-        return type(self).factor is not Rule.factor
+        """Whether gradients can be added up before all norms are known. Engines read this.
+
+        A subclass that overrides `weights` alone does not stream: the `factor` it inherits belongs
+        to its parent's weights.
+        """
+        factor = _depth(self, "factor")
+        return factor <= _depth(self, "weights") and type(self).__mro__[factor] is not Rule
 
     def bound(self, norms: Tensor, sizes: Tensor) -> Tensor:
         """Return the norm that gradients are brought to: the longest that is left, if not said."""
@@ -126,7 +134,7 @@ class _FromNorms(Rule):
     @property
     def streams(self) -> bool:
         """Rescaling streams; clipping does not: who is clipped is known only with the bound."""
-        return self.rescale
+        return self.rescale and super().streams
 
 
 @dataclass(frozen=True)
@@ -281,26 +289,115 @@ class Verdict:
 
 def countable(norms: Tensor) -> Tensor:
     """Return the norms as rules see them: NaN for what is zero or not finite."""
-    return torch.where((norms > 0) & norms.isfinite(), norms, math.nan)
+    return torch.where((norms > 0) & (norms < math.inf), norms, math.nan)  # NaN is neither
 
 
 def apply(rule: Rule, norms: Tensor, sizes: Tensor, nonfinite: Nonfinite) -> Verdict:
     """Apply a rule to one domain's norms, with the edge cases of this module's table."""
     seen = countable(norms)
-    none_counts = seen.isnan().all()
-    weights = rule.weights(seen, sizes)
-    if weights.shape != norms.shape:
+    uncounted = seen.isnan()
+    weights = _checked(rule, "weights", rule.weights(seen, sizes), seen)
+    weights = weights.masked_fill(uncounted, 0.0)
+    bound = _as_like(rule, "bound", rule.bound(seen, sizes), seen)
+    if bound.numel() != 1:
         raise ValueError(
-            f"{rule!r} must return one weight for each of the {norms.numel()} norms, "
-            f"but returned a tensor of shape {tuple(weights.shape)}."
+            f"{rule!r} must return one bound for all norms, but returned a tensor of shape "
+            f"{tuple(bound.shape)}."
         )
-    weights = torch.where(seen.isnan(), 0.0, weights)
-    bound = torch.where(none_counts, 0.0, rule.bound(seen, sizes))
-    unusable = ~norms.isfinite()
+    bound = bound.reshape(()).masked_fill(uncounted.all(), 0.0)
     if nonfinite == "propagate":
-        poison = torch.where(unusable.any(), math.nan, 0.0)
-        return Verdict(weights + poison, bound + poison, torch.zeros_like(unusable))
-    return Verdict(weights, bound, unusable)
+        poison = (norms * 0).sum()  # NaN if any norm is not finite
+        return Verdict(weights + poison, bound + poison, torch.zeros_like(uncounted))
+    return Verdict(weights, bound, ~norms.isfinite())
+
+
+def factors(rule: Rule, norms: Tensor) -> Tensor:
+    """Return a streaming rule's factors, NaN where a norm does not count; one norm or a row."""
+    seen = countable(norms)
+    if _is_ours(rule):
+        return rule.factor(seen)
+    seen = seen.reshape(-1)
+    found = _checked(rule, "factor", rule.factor(seen), seen)
+    return torch.where(seen.isnan(), math.nan, found).view_as(norms)
+
+
+def check_agreement(rule: Rule, norms: Tensor, weights: Tensor) -> None:
+    """Refuse a rule of a user's own whose weights are not its factors times one common number.
+
+    A gradient that was streamed by such a rule would be another one than its weights say.
+    """
+    if _is_ours(rule) or norms.device.type != "cpu":
+        return
+    found = factors(rule, norms)
+    counts = ~found.isnan()
+    found, weights = found[counts], weights[counts]
+    if not len(found) or not bool(weights.isfinite().all()):
+        return
+    # weights_i factor_k = weights_k factor_i, with k the largest factor: nothing divides by zero
+    largest = found.argmax()
+    one, other = weights * found[largest], weights[largest] * found
+    same = bool(((one - other).abs() <= 1e-6 * torch.maximum(one, other)).all())
+    if same and bool((found[largest] > 0) | (weights == 0).all()):
+        return
+    raise ValueError(
+        f"{rule!r} cannot be streamed: its weights {weights.tolist()[:8]} are not its factors "
+        f"{found.tolist()[:8]} times one common number. Correct factor(), or leave it out: the "
+        "rule then sees all norms before any gradient is weighted."
+    )
+
+
+def _checked(rule: Rule, what: str, found: object, norms: Tensor) -> Tensor:
+    """Return one usable number per norm, or say what the rule returned instead."""
+    numbers = _as_like(rule, what, found, norms)
+    if numbers.shape != norms.shape:
+        raise ValueError(
+            f"{rule!r} must return one number for each of the {norms.numel()} norms from "
+            f"{what}(), but returned a tensor of shape {tuple(numbers.shape)}."
+        )
+    if _is_ours(rule):
+        return numbers
+    usable = (numbers >= 0) & numbers.isfinite() | norms.isnan()
+    if norms.device.type != "cpu":
+        return torch.where(usable, numbers, math.nan)
+    if not bool(usable.all()):
+        row = int((~usable).nonzero()[0])
+        raise ValueError(
+            f"{rule!r} returned {numbers[row].item()} from {what}() for the norm "
+            f"{norms[row].item():.6g}. It must be a finite number, 0 or greater. (A NaN among the "
+            "norms marks a micro-batch that does not count: use reductions that pass over NaN, "
+            "such as torch.nanmean and microclip.rules.minimum.)"
+        )
+    return numbers
+
+
+def _as_like(rule: Rule, what: str, found: object, norms: Tensor) -> Tensor:
+    """Return what a rule gave in the dtype of the norms."""
+    if what == "bound" and _is_number(found):
+        return torch.full_like(norms[:1], float(found))  # type: ignore[arg-type]
+    if not isinstance(found, Tensor) or found.is_complex():
+        kind = str(found.dtype) if isinstance(found, Tensor) else type(found).__name__
+        raise TypeError(
+            f"{rule!r} must return a tensor of real numbers from {what}(), but returned {kind}. "
+            "Calculate with the tensor of norms, which has the right dtype and device."
+        )
+    if found.device != norms.device:
+        raise ValueError(
+            f"{rule!r} returned a tensor on {found.device} from {what}(), but the norms are on "
+            f"{norms.device}."
+        )
+    return found.detach().to(norms.dtype)
+
+
+def _is_ours(rule: Rule) -> bool:
+    """Whether a rule is one of this module, which need not be checked step by step."""
+    return type(rule).__module__ == __name__
+
+
+def _depth(rule: Rule, method: str) -> int:
+    """Return how far up its ancestry a rule finds a method: 0 is its own class, or the object."""
+    if method in getattr(rule, "__dict__", ()):
+        return 0
+    return next(i for i, kind in enumerate(type(rule).__mro__) if method in vars(kind))
 
 
 def _is_number(value: object) -> bool:

@@ -10,12 +10,19 @@ from torch.amp import GradScaler
 
 from microclip.engines.gradients import Gradients
 from microclip.engines.losses import LossFn
+from microclip.engines.snapshot import Memory
 from microclip.engines.tally import Tally
 from microclip.microbatches import Cuts
 
 
 class CannotFuseError(NotImplementedError):
     """The model does something that a single pass cannot take apart into micro-batches."""
+
+
+MEAN_LOSS = (
+    "The single-pass engine needs one loss per example, but loss_fn gives their mean. Return the "
+    'losses themselves, as reduction="none" does.'
+)
 
 
 class MeanLossError(CannotFuseError):
@@ -37,11 +44,13 @@ class Engine(ABC):
         parameters: dict[str, nn.Parameter],
         tally: Tally,
         scaler: GradScaler | None = None,
+        memory: Memory | None = None,
     ) -> None:
         self.model = model
         self.parameters = parameters
         self.tally = tally
         self.scaler = scaler
+        self.memory = Memory(model) if memory is None else memory
         self.device = next(iter(parameters.values())).device
 
     @abstractmethod

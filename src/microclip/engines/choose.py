@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import logging
 import warnings
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+import torch.distributed as dist
 from torch import nn
 from torch.amp import GradScaler
 
-from microclip.engines.base import CannotFuseError, Engine, MismatchError
-from microclip.engines.gradients import trainable
-from microclip.engines.losses import LossFn
+from microclip.engines.base import MEAN_LOSS, CannotFuseError, Engine, MismatchError
+from microclip.engines.gradients import is_sharded, sharded_modules, trainable
+from microclip.engines.losses import LossFn, name_of
+from microclip.engines.snapshot import Memory
 from microclip.engines.stream import Stream
 from microclip.engines.tally import Tally
 from microclip.engines.two_pass import TwoPass
@@ -49,11 +51,27 @@ def check(name: EngineName, rule: Rule) -> None:
 
 def _sharded(model: nn.Module) -> Fsdp | None:
     """Return how a model is sharded over ranks; the question costs an import only if it is."""
-    if not any(hasattr(parameter, "device_mesh") for parameter in model.parameters()):
+    if not is_sharded(model):
         return None
     from microclip.distributed.fsdp import Fsdp
 
     return Fsdp.find(model)
+
+
+@dataclass(frozen=True)
+class _Tried:
+    """What a trial was made with."""
+
+    loss: str | None  # None: not known
+    examples: int
+    microbatches: int
+
+    def is_near(self, other: _Tried) -> bool:
+        """Whether what was found here holds there as well."""
+        if self.loss is not None and self.loss != other.loss:
+            return False
+        ratios = self.examples / other.examples, self.microbatches / other.microbatches
+        return all(0.5 <= ratio <= 2 for ratio in ratios)
 
 
 class Chooser:
@@ -71,6 +89,7 @@ class Chooser:
         self.name = name
         self.verify = verify
         self._gave_up = False  # single passes turned out to be wrong
+        self._communicates = ""  # the operation by which loss_fn waits for other ranks, if any
         self.model = model
         self.scaler = scaler
         self.memory_budget = memory_budget
@@ -81,15 +100,54 @@ class Chooser:
                 'scope="world" is for models sharded with fully_shard(): others have their '
                 "gradients rank by rank."
             )
+        self.memory = Memory(model)
         self.report: EngineReport | None = None
-        # by examples and micro-batches: the last batch of an epoch, being smaller, has its own
         self._kept: dict[str, Any] = {}
-        self._trials: dict[tuple[int, int], EngineReport] = {}
+        # by loss_fn, examples and micro-batches: the last batch of an epoch, being smaller, has its
+        # own, and so has another loss, which may mix examples where the first did not
+        self._trials: dict[_Tried, EngineReport] = {}
 
     @property
     def ranks(self) -> Ranks | None:
         """Return the ranks that a sharded model's micro-batches are spread over."""
         return self._fsdp.ranks if self._fsdp and self._scope == "rank" else None
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether the model is sharded over ranks."""
+        return self._fsdp is not None
+
+    def reshard(self) -> None:
+        """Let a sharded model have the parameters that its optimizer has, before they are listed.
+
+        An evaluation leaves whole ones in their place.
+        """
+        if self._fsdp is not None:
+            self._fsdp.reshard(self.model)
+        elif dist.is_available() and dist.is_initialized():
+            first = next(self.model.parameters(), None)
+            if hasattr(first, "device_mesh") or sharded_modules(self.model):
+                raise RuntimeError(
+                    f"{type(self.model).__name__} is sharded, but the Clipper does not know how: "
+                    "fully_shard() was called after the Clipper was made, or on a larger model "
+                    "that this is a part of. Make the Clipper with the whole model, after "
+                    "fully_shard()."
+                )
+
+    def tell_of_no_examples(self, tally: Tally) -> None:
+        """Let the other ranks of a sharded model know, who would wait for this one's part."""
+        assert self._fsdp is not None
+        self._fsdp.ranks.describe(tally.policy, self.scaler, trainable(self.model))
+        self._fsdp.ranks.agree(tally.step, 0)
+
+    def stay_in_step(self, operation: str) -> None:
+        """Call `loss_fn` as often as other ranks do, since it communicates with them."""
+        if self.name == "fused":
+            raise CannotFuseError(
+                f"loss_fn communicates with other ranks ({operation}), which the single-pass "
+                'engine would do another number of times. Use engine="auto" or "stream".'
+            )
+        self._communicates = operation
 
     def _for_shards(self, tally: Tally) -> Engine:
         """Make the engine for a sharded model; there is one for each scope."""
@@ -116,6 +174,12 @@ class Chooser:
         if self.name == "fused" and not self._gave_up:
             return self._single_pass(tally)
         two_pass = self.name == "two_pass" or not tally.policy.rule.streams
+        if two_pass and self._communicates and tally.policy.nonfinite == "skip":
+            raise NotImplementedError(
+                f"loss_fn communicates with other ranks ({self._communicates}), and two passes "
+                "would not go back through a skipped micro-batch, for which the others wait. Use "
+                'nonfinite="propagate" or "raise", or a rule and engine that stream.'
+            )
         return self._make(TwoPass if two_pass else Stream, tally)
 
     def for_batch(self, tally: Tally, loss_fn: LossFn, cuts: Cuts) -> Engine:
@@ -127,13 +191,33 @@ class Chooser:
             return self._make(Stream, tally)
         if self.name != "auto":
             return self.for_chunks(tally)
-        if self._gave_up:
+        if self._gave_up or self._communicates:
             return self.for_chunks(tally)
-        size = (cuts.examples, len(cuts))
-        self.report = self._trial_near(size) or self._try(size, tally, loss_fn, cuts)
+        tried = _Tried(name_of(loss_fn), cuts.examples, len(cuts))
+        self.report = self._trial_near(tried) or self._try(tried, tally, loss_fn, cuts)
         if self.report.engine == "fused":
             return self._single_pass(tally)
         return self.for_chunks(tally)
+
+    def wants_to_know(self, loss_fn: LossFn, cuts: Cuts) -> bool:
+        """Whether it is not known yet if a loss is given example by example."""
+        if self.name != "auto" or self._fsdp or self._gave_up or self._communicates:
+            return False
+        tried = _Tried(name_of(loss_fn), cuts.examples, len(cuts))
+        return len(cuts) > 1 and self._trial_near(tried) is None
+
+    def note_certain(
+        self, loss_fn: LossFn, cuts: Cuts, engine: str, unrepeatable: str = ""
+    ) -> None:
+        """Take note that a loss is a mean, or that it cannot be called for a trial."""
+        from microclip.engines.trial import EngineReport
+
+        tried = _Tried(name_of(loss_fn), cuts.examples, len(cuts))
+        reason = MEAN_LOSS
+        if unrepeatable:
+            reason = f"loss_fn reads {unrepeatable}, which cannot be read again for a trial."
+        self.report = self._trials[tried] = EngineReport(engine, reason)
+        self._announce(self.report)
 
     def may_give_up(self, error: Exception) -> bool:
         """Whether to do a batch with a certain engine, after a single pass failed."""
@@ -165,15 +249,20 @@ class Chooser:
 
     def trials(self) -> list[dict[str, Any]]:
         """Return what was found out, for a checkpoint: timed anew, it could be something else."""
-        return [{"size": size, **asdict(report)} for size, report in self._trials.items()]
+        return [
+            {"loss": tried.loss, "size": (tried.examples, tried.microbatches), **asdict(report)}
+            for tried, report in self._trials.items()
+        ]
 
     def take_trials(self, trials: list[dict[str, Any]]) -> None:
         """Rely on what was found out before a checkpoint."""
         from microclip.engines.trial import EngineReport
 
         for trial in trials:
-            found = {name: value for name, value in trial.items() if name != "size"}
-            self._trials[tuple(trial["size"])] = EngineReport(**found)
+            found = {name: trial[name] for name in trial.keys() - {"loss", "size"}}
+            # older checkpoints do not say which loss it was
+            tried = _Tried(trial.get("loss"), *trial["size"])
+            self._trials[tried] = EngineReport(**found)
 
     def _single_pass(self, tally: Tally) -> Engine:
         from microclip.engines.fused.engine import Fused
@@ -181,7 +270,8 @@ class Chooser:
         return self._make(Fused, tally)
 
     def _make(self, engine: type[Engine], tally: Tally) -> Engine:
-        more = self._kept_for_single_passes() if engine.name == "fused" else {}
+        more = dict(self._kept_for_single_passes()) if engine.name == "fused" else {}
+        more["memory"] = self.memory
         return engine(self.model, trainable(self.model), tally, self.scaler, **more)
 
     def _kept_for_single_passes(self) -> dict[str, Any]:
@@ -194,26 +284,24 @@ class Chooser:
             self._kept = {"budget": budget, "verifier": verifier}
         return self._kept
 
-    def _trial_near(self, size: tuple[int, int]) -> EngineReport | None:
+    def _trial_near(self, tried: _Tried) -> EngineReport | None:
         """Return what a trial with a batch at most twice as large or small has shown."""
         for past, report in self._trials.items():
-            if all(0.5 <= a / b <= 2 for a, b in zip(size, past, strict=True)):
+            if past.is_near(tried):
                 return report
         return None
 
-    def _try(
-        self, size: tuple[int, int], tally: Tally, loss_fn: LossFn, cuts: Cuts
-    ) -> EngineReport:
+    def _try(self, tried: _Tried, tally: Tally, loss_fn: LossFn, cuts: Cuts) -> EngineReport:
         from microclip.engines.trial import NOT_FINITE, try_out
 
         verifier = self._kept_for_single_passes()["verifier"]
         verifier.listens = True  # the trial is a check itself
         try:
-            report = try_out(self.model, self._make, loss_fn, cuts, tally.policy)
+            report = try_out(self.model, self._make, loss_fn, cuts, tally.policy, self.memory)
         finally:
             verifier.listens = False
         if report.reason != NOT_FINITE:  # else the next batch may tell
-            self._trials[size] = report
+            self._trials[tried] = report
         self._announce(report)
         return report
 

@@ -2,20 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
 
 from microclip import multitensor
 
 Gradients = dict[str, Tensor]  # by parameter name; a parameter without gradient is not in it
 
 
+class TakenGradientError(RuntimeError):
+    """A hook took a parameter's gradient away before it could be clipped."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(
+            f"A hook on parameter {name!r} took its gradient away during the backward pass, as "
+            "optimizers do that step inside it (LOMO, GaLore layer by layer). They step before all "
+            "norms are known, so nothing can be clipped: use an optimizer that steps after the "
+            "backward pass. The hook may have changed parameters already."
+        )
+
+
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the parameters that are trained, by name, or say why there is nothing to clip."""
     chosen = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    for name, parameter in chosen.items():
+        if isinstance(parameter, UninitializedParameter):
+            raise ValueError(
+                f"Parameter {name!r} of {type(model).__name__} has no shape yet: it belongs to a "
+                "lazy module. Run the model once, then make the Clipper."
+            )
     if not chosen:
         raise ValueError(
             f"{type(model).__name__} has no trainable parameters: no parameter has "
@@ -34,6 +54,48 @@ def modules_of(model: nn.Module) -> list[nn.Module]:
             found[id(module)] = module
             waiting += module._modules.values()
     return list(found.values())
+
+
+def sharded_modules(model: nn.Module) -> list[nn.Module]:
+    """Return what `fully_shard()` was called with.
+
+    Parameters do not show it: between a forward pass without a backward pass and whatever comes
+    next, some of them are whole.
+    """
+    library = sys.modules.get("torch.distributed.fsdp")  # without it, nothing is sharded
+    if library is None:
+        return []
+    return [module for module in modules_of(model) if isinstance(module, library.FSDPModule)]
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether parameters are spread over ranks, by `fully_shard()` or in another way."""
+    if any(hasattr(parameter, "device_mesh") for parameter in model.parameters()):
+        return True
+    return bool(sharded_modules(model))
+
+
+@contextmanager
+def watching_hooks(parameters: dict[str, nn.Parameter]) -> Iterator[None]:
+    """Inside the block, raise if somebody's hook on a parameter takes its gradient away."""
+
+    def check(name: str) -> Callable[[nn.Parameter], None]:
+        def hook(parameter: nn.Parameter) -> None:
+            if parameter.grad is None:
+                raise TakenGradientError(name)
+
+        return hook
+
+    handles = []
+    try:
+        for name, parameter in parameters.items():
+            if getattr(parameter, "_post_accumulate_grad_hooks", None):  # ours comes after theirs
+                handle = parameter.register_post_accumulate_grad_hook(check(name))  # type: ignore[no-untyped-call]
+                handles.append(handle)
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 @contextmanager
@@ -65,8 +127,13 @@ def take(parameters: dict[str, nn.Parameter]) -> Gradients:
     return taken
 
 
-def add_multiple(sums: Gradients, gradients: Gradients, multiple: Tensor) -> None:
-    """Add a multiple of the gradients to the sums; what had no sum yet becomes the sum."""
+def add_multiple(
+    sums: Gradients, gradients: Gradients, multiple: Tensor, keeps: bool = True
+) -> None:
+    """Add a multiple of the gradients to the sums; what had no sum yet becomes the sum.
+
+    Unless the gradients must not be kept: then a copy of it does.
+    """
     fresh, held, added = [], [], []
     places: set[int] = set()
     for name, gradient in gradients.items():
@@ -76,7 +143,8 @@ def add_multiple(sums: Gradients, gradients: Gradients, multiple: Tensor) -> Non
         else:
             found = gradient.to(multitensor.accumulation_dtype(gradient))
             place = found.untyped_storage().data_ptr()
-            sums[name] = found.clone() if place in places else found  # autograd may give one to two
+            # autograd may give one to two
+            sums[name] = found.clone() if place in places or not keeps else found
             places.add(place)
             fresh.append(sums[name])
     multitensor.multiply_(fresh, multiple)

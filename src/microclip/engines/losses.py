@@ -2,16 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.amp import GradScaler
 
 from microclip.microbatches import Microbatch
 
 LossFn = Callable[[Any], Tensor]
+
+MANY = 8  # micro-batches, of which looking at the graph of one takes no time to speak of
+COLLECTIVES = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd"})
+SEND_NOTHING = frozenset({"_wrap_tensor_autograd", "wait_tensor"})
+
+
+class LossPerExampleError(Exception):
+    """`loss_fn` gives one loss per example."""
+
+
+class MeansOnly:
+    """A loss function that is taken for one that gives means, until it is known better."""
+
+    def __init__(self, loss_fn: LossFn) -> None:
+        self.__wrapped__ = loss_fn
+        self._is_known = False
+
+    def __call__(self, batch: Any) -> Tensor:
+        """Return the loss of a micro-batch."""
+        loss = self.__wrapped__(batch)
+        if not self._is_known and isinstance(loss, Tensor) and loss.dim() == 1:
+            raise LossPerExampleError
+        self._is_known = True
+        return loss
 
 
 def evaluate(loss_fn: LossFn, microbatch: Microbatch) -> tuple[Tensor, Tensor | None]:
@@ -19,7 +45,7 @@ def evaluate(loss_fn: LossFn, microbatch: Microbatch) -> tuple[Tensor, Tensor | 
     loss = call(loss_fn, microbatch.batch, microbatch.size)
     if loss.dim() == 1 and loss.numel() == microbatch.size:
         return loss.mean(), loss.detach()
-    return loss.reshape(()), None
+    return loss if loss.dim() == 0 else loss.reshape(()), None
 
 
 def call(loss_fn: LossFn, batch: Any, size: int) -> Tensor:
@@ -43,6 +69,12 @@ def call(loss_fn: LossFn, batch: Any, size: int) -> Tensor:
     return loss
 
 
+def communicates(operation: Any) -> bool:
+    """Whether an operation of torch's waits for other ranks."""
+    name = operation._schema.name.rpartition("::")[2]
+    return operation.namespace in COLLECTIVES and name not in SEND_NOTHING
+
+
 def backward(loss: Tensor, scaler: GradScaler | None, retain_graph: bool = False) -> None:
     """Differentiate, through the loss scaling if there is one."""
     scaled = loss if scaler is None else scaler.scale(loss)
@@ -54,3 +86,90 @@ def unscale(norm: Tensor, scaler: GradScaler | None) -> Tensor:
     if scaler is None:
         return norm
     return norm / scaler.scale(torch.ones_like(norm, dtype=torch.float32))
+
+
+def name_of(function: Any, depth: int = 0) -> str:
+    """Return a name that tells functions apart, and is the same for one made anew in every step.
+
+    It has the names of the functions and modules that are closed over, and switches; not numbers,
+    which may count steps.
+    """
+    function = getattr(function, "__wrapped__", function)
+    if isinstance(function, partial):
+        return f"partial({name_of(function.func, depth)})"
+    if isinstance(function, nn.Module):
+        return type(function).__qualname__
+    function = getattr(function, "__func__", function)
+    if not isinstance(function, FunctionType):
+        return type(function).__qualname__
+    name = f"{function.__module__}.{function.__qualname__}:{function.__code__.co_firstlineno}"
+    held = []
+    for variable, cell in zip(
+        function.__code__.co_freevars, function.__closure__ or (), strict=True
+    ):
+        try:
+            value = cell.cell_contents
+        except ValueError:
+            continue
+        if value is None or isinstance(value, bool | str):
+            held.append(f"{variable}={value!r}")
+        elif depth < 3 and isinstance(value, FunctionType | MethodType | partial | nn.Module):
+            held.append(f"{variable}={name_of(value, depth + 1)}")
+    return f"{name}({', '.join(held)})" if held else name
+
+
+class Outsiders:
+    """Refuses losses that train something which does not belong to the model.
+
+    It would get the sum of all micro-batches' gradients, unclipped. Going through the graph takes
+    time, so it is done at steps 0, 1, 3, 7, ... for the first two micro-batches (a tensor that is
+    no parameter but is there in both was not made by `loss_fn`), and else for the first of many.
+    """
+
+    def __init__(
+        self, parameters: dict[str, nn.Parameter], step: int, microbatches: int, final: bool
+    ) -> None:
+        self._left = 0
+        self._known: set[int] = set()
+        self._before: dict[int, Tensor] = {}
+        is_seldom = step & (step + 1) == 0
+        # alone, nothing is clipped and nothing can be wrong
+        if (final and microbatches == 1) or not (is_seldom or microbatches >= MANY):
+            return
+        if not any(hasattr(parameter, "device_mesh") for parameter in parameters.values()):
+            self._left = 2 if is_seldom else 1
+            self._known = {id(parameter) for parameter in parameters.values()}
+
+    def check(self, loss: Tensor) -> None:
+        """Look at the graph of a micro-batch's loss."""
+        if not self._left:
+            return
+        self._left -= 1
+        leaves = {id(leaf): leaf for leaf in _leaves_of(loss) if id(leaf) not in self._known}
+        for key, leaf in leaves.items():
+            if isinstance(leaf, nn.Parameter) or key in self._before:
+                kind = "parameter" if isinstance(leaf, nn.Parameter) else "tensor"
+                raise ValueError(
+                    f"The loss depends on a trainable {kind} of shape {tuple(leaf.shape)} that "
+                    "does not belong to the model, so its gradient cannot be clipped with the "
+                    "others. Give the Clipper everything that is trained, for example "
+                    "torch.nn.ModuleList([model, other]), or freeze what is not "
+                    "(requires_grad_(False))."
+                )
+        self._before = leaves
+
+
+def _leaves_of(loss: Tensor) -> Iterator[Tensor]:
+    """Yield the tensors whose `.grad` a backward pass from here adds to."""
+    return (node.variable for node in nodes_from(loss.grad_fn) if hasattr(node, "variable"))
+
+
+def nodes_from(start: Any) -> Iterator[Any]:
+    """Yield every node of the graph that a backward pass from this one goes through."""
+    waiting, seen = [start], set()
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            yield node
+            waiting += [following for following, _ in node.next_functions]

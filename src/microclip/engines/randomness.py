@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import random
+import sys
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,10 +13,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class RandomState:
-    """The state of torch's generators, on the host and on the model's devices.
-
-    Python's and numpy's generators are not part of it: `loss_fn` should draw from torch.
-    """
+    """The state of torch's generators, on the host and on the model's devices."""
 
     host: Tensor
     devices: dict[torch.device, Tensor]
@@ -35,3 +35,39 @@ class RandomState:
         torch.set_rng_state(self.host)
         for device, state in self.devices.items():
             torch.get_device_module(device).set_rng_state(state, device)
+
+
+@dataclass(frozen=True)
+class Randomness:
+    """The global generators of torch, Python and numpy."""
+
+    tensors: RandomState
+    python: Any
+    numpy: Any
+
+    @classmethod
+    def now(cls, devices: set[torch.device]) -> Randomness:
+        """Read the present state."""
+        numpy = sys.modules.get("numpy")
+        state = None if numpy is None else numpy.random.get_state(legacy=False)
+        return cls(RandomState.now(devices), random.getstate(), state)
+
+    def moved(self, devices: set[torch.device]) -> bool:
+        """Whether any number was drawn since."""
+        now = Randomness.now(devices)
+        if not now.tensors.equals(self.tensors) or now.python != self.python:
+            return True
+        if self.numpy is None or now.numpy is None:
+            return False
+        mine, theirs = self.numpy["state"], now.numpy["state"]
+        return any(
+            bool((a != b).any()) if hasattr(a, "any") else a != b
+            for a, b in zip(mine.values(), theirs.values(), strict=True)
+        )
+
+    def restore(self) -> None:
+        """Make this the present state again."""
+        self.tensors.restore()
+        random.setstate(self.python)
+        if self.numpy is not None:
+            sys.modules["numpy"].random.set_state(self.numpy)

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from microclip import multitensor
 from microclip.engines.base import Engine
-from microclip.engines.gradients import Gradients, add_multiple, set_aside, take
-from microclip.engines.losses import LossFn, backward, evaluate, unscale
+from microclip.engines.gradients import Gradients, add_multiple, set_aside, take, watching_hooks
+from microclip.engines.losses import LossFn, Outsiders, backward, evaluate, unscale
 from microclip.engines.sums import Sums
 from microclip.microbatches import Cuts, Microbatch
 
@@ -26,11 +26,15 @@ class Stream(Engine):
 
     def fold(self, loss_fn: LossFn, microbatches: Cuts, final: bool) -> None:
         """Add the gradients of these micro-batches; `final`: no others will follow."""
-        with set_aside(self.parameters):
+        outsiders = Outsiders(self.parameters, self.tally.step, len(microbatches), final)
+        with set_aside(self.parameters), watching_hooks(self.parameters):
             for index, microbatch in enumerate(microbatches):
                 if final and index and microbatches[index - 1].domain != microbatch.domain:
                     self._sums.close(microbatches[index - 1].domain)
                 loss, each = evaluate(loss_fn, microbatch)
+                outsiders.check(loss)
+                if each is None:
+                    self.tally.on_loss(loss, microbatch.size)
                 backward(loss, self.scaler)
                 self.add(take(self.parameters), microbatch, loss.detach(), each)
 
@@ -41,15 +45,16 @@ class Stream(Engine):
         microbatch: Microbatch,
         loss: Tensor | None = None,
         each: Tensor | None = None,
+        is_lent: bool = False,
     ) -> None:
-        """Add one micro-batch's gradients, which the engine may overwrite from now on."""
+        """Add one micro-batch's gradients; the engine may keep them unless they are lent."""
         norm = unscale(self.norm(gradients), self.scaler)
         self.tally.add(microbatch, norm, loss, each)
         if self.tally.policy.nonfinite != "propagate":
             _blank_if_nonfinite(gradients, norm)
         sum_ = self._sums.of(microbatch.domain)
-        multiple = sum_.multiples(self._sums.shares(norm, microbatch.size))
-        add_multiple(sum_.gradients, gradients, multiple)
+        multiple = sum_.multiples(self._sums.shares(norm, microbatch.size), norm)
+        add_multiple(sum_.gradients, gradients, multiple, keeps=not is_lent)
 
     def norm(self, gradients: Gradients) -> Tensor:
         """Return the norm over all parameters."""

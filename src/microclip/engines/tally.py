@@ -63,7 +63,9 @@ class Tally:
         self._found: list[_Found] = []
         self._rows: dict[Hashable, list[int]] = {}
         self._verdicts: dict[Hashable, Verdict] = {}
+        self._sizes_of: dict[Hashable, Tensor] = {}
         self.left_out: list[int] = []
+        self.on_loss: Callable[[Tensor, int], None] = _nothing  # is shown losses with their graphs
 
     def __len__(self) -> int:
         return len(self._sizes)
@@ -107,9 +109,13 @@ class Tally:
 
     def sizes(self, domain: Hashable) -> Tensor:
         """Return the sizes of one domain's micro-batches, as numbers to calculate with."""
-        norms = self._all_norms()
-        sizes = [float(self._sizes[row]) for row in self._rows[domain]]
-        return torch.tensor(sizes, dtype=norms.dtype, device=norms.device)
+        norms, rows = self._all_norms(), self._rows[domain]
+        found = self._sizes_of.get(domain)
+        if found is None or len(found) != len(rows):
+            sizes = [float(self._sizes[row]) for row in rows]
+            found = torch.tensor(sizes, dtype=norms.dtype, device=norms.device)
+            self._sizes_of[domain] = found
+        return found
 
     def _all_norms(self) -> Tensor:
         if len(self._found) > 1:  # joined once, not whenever they are asked for
@@ -181,15 +187,39 @@ class Tally:
         parts = [
             (self._evidence(name)[1] * ~self._verdict(name).skipped).sum() for name in self._names()
         ]
-        total = torch.stack(parts).sum()
+        total = torch.stack(parts).sum() + self._poison()
         if self.policy.reduction == "mean":
             return total.clamp(min=1)  # nothing left: the gradient is zero, whatever divides it
         if self._everyone is None:
-            largest, examples = max(self._sizes), self.examples
+            sizes = [size for row, size in enumerate(self._sizes) if row not in self.left_out]
         else:
-            sizes = self._everyone.sizes
-            largest, examples = int(sizes.max().item()), int(sizes.sum().item())
-        return torch.full_like(total, min(self.policy.microbatch_size or largest, examples))
+            counted = self._everyone.sizes
+            if self.policy.nonfinite == "skip":
+                counted = counted[self._everyone.norms.isfinite()]
+            sizes = counted.long().tolist()
+        largest, examples = max(sizes, default=1), max(1, sum(sizes))
+        size = min(self.policy.microbatch_size or largest, examples)
+        return torch.full_like(total, size) + self._poison()
+
+    def _poison(self) -> Tensor | float:
+        """Return NaN if what is not finite is to reach every domain, else 0.
+
+        Within its own domain it does so through the verdict.
+        """
+        norms = self._all_norms() if self._everyone is None else self._everyone.norms
+        if self.policy.nonfinite != "propagate" or len(self._names()) < 2:
+            return 0.0
+        return (norms * 0).sum()  # NaN if any norm is not finite
+
+    def overflowed(self, scale: float) -> bool:
+        """Whether gradients that are left out are the loss scale's fault: their losses are finite.
+
+        Asked after `leave_out`. With a scale of 1 or less there is nothing left to lower.
+        """
+        if not self.left_out or scale <= 1:
+            return False
+        losses = self._found[0].losses if self._found else None
+        return losses is None or bool(losses[self.left_out].isfinite().any())
 
     def leave_out(self) -> list[int]:
         """Return the micro-batches to leave out, or raise, as the policy has it.
@@ -220,12 +250,13 @@ class Tally:
 
     def outcome(self, engine: str, notes: tuple[str, ...]) -> Outcome:
         """Return what the step did, and let the rule take note of it."""
-        for name in self._names():
+        rule = self.policy.rule
+        for name in self._names() if type(rule).observe is not Rule.observe else ():
             evidence, counts = self._evidence(name)
-            self.policy.rule.observe(countable(evidence), counts)
+            rule.observe(countable(evidence), counts)
         sizes = self._gather(self.sizes)
         skipped = self._gather(lambda domain: self.judge(domain).skipped).bool()
-        norms = self._all_norms()
+        norms, poison = self._all_norms(), self._poison()
         losses = self._found[0].losses if self._found else None
         return Outcome(
             step=self.step,
@@ -233,9 +264,9 @@ class Tally:
             losses=losses,
             example_losses=self._found[0].example_losses if self._found else None,
             norms=norms,
-            weights=self._gather(lambda domain: self.judge(domain).weights),
+            weights=self._gather(lambda domain: self.judge(domain).weights + poison),
             bounds=self._gather(
-                lambda domain: self.judge(domain).bound.expand(len(self._rows[domain]))
+                lambda domain: (self.judge(domain).bound + poison).expand(len(self._rows[domain]))
             ),
             sizes=sizes.long(),
             skipped=skipped,
@@ -268,6 +299,10 @@ class Tally:
             "finite). `.grad` is as it was. Look at these examples, or leave such micro-batches "
             'out with nonfinite="skip".'
         )
+
+
+def _nothing(loss: Tensor, size: int) -> None:
+    """Look at no loss."""
 
 
 def _joined(parts: Sequence[Tensor | None]) -> Tensor | None:

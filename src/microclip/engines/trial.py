@@ -16,11 +16,11 @@ from microclip.engines.fused.engine import Fused
 from microclip.engines.fused.verify import AutocastWatch, Comparison
 from microclip.engines.gradients import Gradients
 from microclip.engines.losses import LossFn
-from microclip.engines.randomness import RandomState
+from microclip.engines.snapshot import Memory, Snapshot
 from microclip.engines.stillness import Still
 from microclip.engines.stream import Stream
 from microclip.engines.tally import Policy, Tally
-from microclip.engines.two_pass import TwoPass, copies_of_buffers, put_back
+from microclip.engines.two_pass import TwoPass
 from microclip.microbatches import Cuts
 
 NOT_FINITE = "The first gradients are not finite, so nothing could be compared yet."
@@ -53,42 +53,48 @@ def try_out(
     loss_fn: LossFn,
     cuts: Cuts,
     policy: Policy,
+    memory: Memory,
 ) -> EngineReport:
     """Run a batch through the single-pass engine and one that is certain, and compare."""
     policy = replace(policy, nonfinite="propagate")
     devices = {parameter.device for parameter in model.parameters()}
-    random_state, buffers = RandomState.now(devices), copies_of_buffers(model)
+    before = memory.snapshot(loss_fn)
+    edited: bool | None = None
     fallback = certain(policy)
     autocast = AutocastWatch({device.type for device in devices})
 
     def run(engine: type[Engine]) -> tuple[Gradients, float]:
-        put_back(model, buffers)
+        nonlocal edited
+        before.restore()
         tally = Tally(policy, step=0)
+        own = cuts.keep_copy().pristine.keep_copy()  # loss_fn may write to its batch
         start = time.perf_counter()
         with Still():
             made = make(engine, tally)
-            made.fold(loss_fn, cuts, final=True)
+            made.fold(loss_fn, own, final=True)
             gradients = made.finish()
         _wait_for(devices)
+        before.learn()
+        edited = bool(edited) or own.were_edited
         return gradients, time.perf_counter() - start
 
     try:
         with autocast:
-            return _compare(run, fallback, random_state, devices, autocast)
+            return _compare(run, fallback, before, autocast)
     except CannotFuseError as error:
         return EngineReport(fallback.name, str(error), refused=not isinstance(error, MeanLossError))
     except torch.OutOfMemoryError:
         return EngineReport(fallback.name, "A single pass does not fit into memory.")
     finally:
-        random_state.restore()
-        put_back(model, buffers)
+        before.restore()
+        if edited is not None:
+            memory.edits_batches = edited
 
 
 def _compare(
     run: Callable[[type[Engine]], tuple[Gradients, float]],
     fallback: type[Engine],
-    before: RandomState,
-    devices: set[torch.device],
+    before: Snapshot,
     autocast: AutocastWatch,
 ) -> EngineReport:
     seconds: dict[str, float] = {}
@@ -107,7 +113,7 @@ def _compare(
         except Exception as failure:
             # Whoever made the mistake, the certain engine will show it or do without.
             return EngineReport(fallback.name, f"A single pass failed: {failure!r}")
-        still = RandomState.now(devices).equals(before)
+        still = not before.has_drawn()
         trusted, several = run(fallback)
         if turn:
             rounds.append((single, several))
@@ -130,7 +136,8 @@ def _compare(
         return EngineReport(
             fallback.name,
             f"A single pass gives a gradient that differs by {error:.1e} of its norm, most in "
-            f"parameter {suspect!r}: the model seems to mix examples.",
+            f"parameter {suspect!r}: the model seems to mix examples, or to change from call to "
+            "call.",
             seconds,
             error,
             suspect,

@@ -5,14 +5,17 @@ its norm and drops it, the second adds weight x gradient to what becomes `.grad`
 a second buffer of the model's size, and any rule will do, at the price of a second forward and
 backward. The weight goes on the gradient and not on the loss: scaling the loss would let models
 that calculate partly in lower precision round differently in the two passes.
+
+The second pass starts from a snapshot of all that the first one changed, and what it finds is
+compared with the first. If they differ, the norms were those of other gradients: an error.
 """
 
 from __future__ import annotations
 
-import warnings
+import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,10 +23,25 @@ from torch import Tensor, nn
 
 from microclip import multitensor
 from microclip.engines.base import Engine
-from microclip.engines.gradients import Gradients, add_multiple, set_aside, take
-from microclip.engines.losses import LossFn, backward, evaluate, unscale
-from microclip.engines.randomness import RandomState
+from microclip.engines.gradients import (
+    Gradients,
+    TakenGradientError,
+    add_multiple,
+    set_aside,
+    take,
+)
+from microclip.engines.losses import LossFn, Outsiders, backward, evaluate, unscale
+from microclip.engines.randomness import Randomness, RandomState
+from microclip.engines.snapshot import Snapshot
 from microclip.microbatches import Cuts, Microbatch
+
+# by how much a loss or a norm may differ between passes: kernels may add up in another order
+SAME = {torch.float64: 1e-9, torch.float32: 1e-4}
+SAME_ROUNDED = 2e-2  # in half precision, or under autocast
+
+
+class PassesDifferError(RuntimeError):
+    """The second pass over a micro-batch gave another gradient than the first."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +51,10 @@ class _Visit:
     loss_fn: LossFn
     microbatch: Microbatch
     random_state: RandomState
+    autocast: _Autocast
+    before: Snapshot | None  # at the start of a part
     loss: Tensor
+    norm: Tensor
 
 
 class TwoPass(Engine):
@@ -46,7 +67,9 @@ class TwoPass(Engine):
         self._devices = {parameter.device for parameter in self.parameters.values()}
         self._visits: list[_Visit] = []
         self._touched: set[str] = set()
-        self._buffers = copies_of_buffers(self.model)
+        self._loss_fns: list[LossFn] = []
+        self._is_whole = False  # whether there is one batch, folded and finished at once
+        self._at_work = False  # whether the backward pass going on is this engine's
 
     def fold(self, loss_fn: LossFn, microbatches: Cuts, final: bool) -> None:
         """First pass: take the norms of these micro-batches, and remember how to come back."""
@@ -61,49 +84,111 @@ class TwoPass(Engine):
                 )
             norms[name] = multitensor.norm([gradient], gradient.device)
 
+        self._expect_no_doubts()
+        self._is_whole = final
+        # of every part: somebody may change things between two of them
+        before: Snapshot | None = self.memory.in_every_step(loss_fn)
+        if not any(known is loss_fn for known in self._loss_fns):
+            self._loss_fns.append(loss_fn)
+        outsiders = Outsiders(self.parameters, self.tally.step, len(microbatches), final)
+        # the first pass may have the copy: then the batch ends as one pass would leave it
+        first = microbatches.pristine
         with set_aside(self.parameters), self._each_gradient(take_norm):
-            for microbatch in microbatches:
-                state = RandomState.now(self._devices)
+            for microbatch, original in zip(first, microbatches, strict=True):
+                state, autocast = RandomState.now(self._devices), _Autocast.now(self._devices)
                 loss, each = evaluate(loss_fn, microbatch)
-                backward(loss, self.scaler)
+                outsiders.check(loss)
+                if each is None:
+                    self.tally.on_loss(loss, microbatch.size)
+                self._differentiate(loss, take_norm)
                 norm = unscale(multitensor.join(norms.values(), self.device), self.scaler)
                 self.tally.add(microbatch, norm, loss.detach(), each)
                 self._touched.update(norms)
                 norms.clear()
-                self._visits.append(_Visit(loss_fn, microbatch, state, loss.detach()))
+                found = loss.detach(), norm
+                visit = _Visit(loss_fn, original, state, autocast, before, *found)
+                self._visits.append(visit)
+                before = None
+        self.memory.note_edits(microbatches)
 
     def finish(self) -> Gradients:
         """Second pass: add up what is now known to be each gradient's share."""
         coefficients = self.tally.coefficients()
         left_out = set(self.tally.leave_out())
         sums: Gradients = {}
-        random_state, buffers = RandomState.now(self._devices), copies_of_buffers(self.model)
-        put_back(self.model, self._buffers)
+        firsts = [visit.before for visit in self._visits if visit.before is not None]
+        for before in firsts:
+            before.learn()
+        # a second pass over one batch ends where the first one did; after a fold, somebody may have
+        # changed something since
+        after = None if self._is_whole else self.memory.in_every_step(*self._loss_fns)
+        randomness = Randomness.now(self._devices)
+        comparison = _Comparison(self.tally.step, len(self._visits))
+        norms: list[Tensor] = []
+        share: Tensor | None = None
+
+        def add(name: str, gradient: Tensor) -> None:
+            if comparison.is_due:
+                norms.append(multitensor.norm([gradient], gradient.device))
+            if name not in sums:  # which keeps it, while autograd may give its memory to others
+                gradient = gradient.clone()
+            assert share is not None
+            add_multiple(sums, {name: gradient}, share)
+
         try:
-            with set_aside(self.parameters):
+            with set_aside(self.parameters), self._each_gradient(add):
                 for row, visit in enumerate(self._visits):
-                    if row not in left_out:
-                        self._revisit(visit, coefficients[row], sums)
+                    loss = self._run_again(visit, comparison)
+                    if row in left_out:  # only run, for the traces that it leaves
+                        continue
+                    share = coefficients[row]
+                    comparison.add("loss", visit.loss, loss.detach())
+                    self._differentiate(loss, add)
+                    if comparison.is_due:
+                        norm = unscale(multitensor.join(norms, self.device), self.scaler)
+                        comparison.add("norm of its gradient", visit.norm, norm)
+                    norms.clear()
+            self.memory.doubts = comparison.pending
+        except PassesDifferError as error:
+            if after is None:  # as if the step had not begun
+                firsts[0].restore()
+            for place in sorted(set().union(*(before.unforeseen() for before in firsts))):
+                error.add_note(f"microclip: the forward pass writes to {place}.")
+            self.memory.look_again()
+            raise
         finally:
-            # generators and buffers have already moved on once, in the first pass
-            random_state.restore()
-            put_back(self.model, buffers)
+            # generators and state have already moved on once, in the first pass
+            if after is not None:
+                after.restore()
+            randomness.restore()
         for name in self._touched - set(sums):  # every micro-batch that reaches it was left out
             zero = torch.zeros_like(self.parameters[name])
             sums[name] = torch.view_as_real(zero) if zero.is_complex() else zero
         return sums
 
-    def _revisit(self, visit: _Visit, coefficient: Tensor, sums: Gradients) -> None:
-        def add(name: str, gradient: Tensor) -> None:
-            if name not in sums:  # which keeps it, while autograd may give its memory to others
-                gradient = gradient.clone()
-            add_multiple(sums, {name: gradient}, coefficient)
-
+    def _run_again(self, visit: _Visit, comparison: _Comparison) -> Tensor:
+        """Return the loss of a micro-batch, from where the first pass started."""
+        if visit.before is not None:
+            visit.before.restore()
         visit.random_state.restore()
-        with self._each_gradient(add):
+        with visit.autocast.again():
             loss, _ = evaluate(visit.loss_fn, visit.microbatch)
-            _expect_same(visit.loss, loss.detach())
+        comparison.begin(visit.microbatch, visit.autocast.is_on)
+        return loss
+
+    def _differentiate(self, loss: Tensor, receive: Callable[[str, Tensor], None]) -> None:
+        """Differentiate, with hooks in place that hand every gradient over.
+
+        What `loss_fn` has differentiated itself is in `.grad` by now, and becomes part of it.
+        """
+        self._at_work = True
+        try:
             backward(loss, self.scaler)
+        finally:
+            self._at_work = False
+        with torch.no_grad():
+            for name, gradient in take(self.parameters).items():
+                receive(name, gradient)
 
     @contextmanager
     def _each_gradient(self, receive: Callable[[str, Tensor], None]) -> Iterator[None]:
@@ -112,6 +197,10 @@ class TwoPass(Engine):
         def hook_for(name: str) -> Callable[[nn.Parameter], None]:
             @torch.no_grad()
             def hook(parameter: nn.Parameter) -> None:
+                if not self._at_work:
+                    return
+                if parameter.grad is None:
+                    raise TakenGradientError(name)
                 for gradient in take({name: parameter}).values():
                     receive(name, gradient)
 
@@ -127,28 +216,90 @@ class TwoPass(Engine):
             for handle in handles:
                 handle.remove()
 
-
-def copies_of_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Return what forward passes may change: BatchNorm statistics and the like."""
-    return {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
-
-
-@torch.no_grad()
-def put_back(model: nn.Module, copies: dict[str, Tensor]) -> None:
-    """Make the buffers what they were."""
-    for name, buffer in model.named_buffers():
-        if name in copies:
-            buffer.copy_(copies[name])
+    def _expect_no_doubts(self) -> None:
+        """Raise if the step before was found to be wrong, where finding out took until now."""
+        doubts, self.memory.doubts = self.memory.doubts, []
+        for same, message in doubts:
+            if not bool(same):
+                raise PassesDifferError(message)
 
 
-def _expect_same(first: Tensor, second: Tensor) -> None:
-    """Warn if a micro-batch's loss differs between passes; only where looking costs nothing."""
-    if not multitensor.on_host(first) or torch.allclose(first, second, 1e-3, 1e-6, equal_nan=True):
-        return
-    warnings.warn(
-        f"loss_fn gave {first.item():.6g} for a micro-batch and {second.item():.6g} when asked "
-        "again, so its gradient is not the one whose norm was taken. Draw random numbers from "
-        "torch only, inside loss_fn, or use a rule and engine that stream.",
-        RuntimeWarning,
-        stacklevel=4,
-    )
+class _Autocast:
+    """Whether operations are done in lower precision, and which, by type of device."""
+
+    def __init__(self, kinds: tuple[str, ...]) -> None:
+        self._settings = [
+            (k, torch.get_autocast_dtype(k), torch.is_autocast_enabled(k)) for k in kinds
+        ]
+        self.is_on = any(enabled for _, _, enabled in self._settings)
+
+    @classmethod
+    def now(cls, devices: set[torch.device]) -> _Autocast:
+        """Read the present settings."""
+        return cls(tuple(sorted({device.type for device in devices})))
+
+    def again(self) -> AbstractContextManager[None]:
+        """Inside the block it is as it was."""
+        if not self.is_on and not any(torch.is_autocast_enabled(k) for k, _, _ in self._settings):
+            return nullcontext()
+        return self._set()
+
+    @contextmanager
+    def _set(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for kind, dtype, enabled in self._settings:
+                stack.enter_context(torch.autocast(kind, dtype, enabled))
+            yield
+
+
+@dataclass
+class _Comparison:
+    """Whether the second pass finds what the first one found.
+
+    Losses are compared always, norms of all micro-batches at steps 0, 1, 3, 7, ... and of one in
+    between. What an accelerator says is read in the next step, when it costs nothing.
+    """
+
+    step: int
+    visits: int
+    _row: int = -1
+    _rounded: bool = False
+    _microbatch: Microbatch | None = None
+    pending: list[tuple[Tensor, str]] = field(default_factory=list)
+
+    def begin(self, microbatch: Microbatch, rounded: bool) -> None:
+        """Come to the next micro-batch."""
+        self._row += 1
+        self._microbatch, self._rounded = microbatch, rounded
+
+    @property
+    def is_due(self) -> bool:
+        """Whether to compare the norms of this micro-batch."""
+        return self.step & (self.step + 1) == 0 or self._row == self.step % self.visits
+
+    def add(self, what: str, first: Tensor, second: Tensor) -> None:
+        """Compare a number of both passes."""
+        tolerance = SAME.get(first.dtype, SAME_ROUNDED)
+        if what != "loss":  # norms are float64, of gradients that are not
+            tolerance = SAME[torch.float32]
+        tolerance = SAME_ROUNDED if self._rounded else tolerance
+        if multitensor.on_host(first):
+            one, other = first.item(), second.item()
+            same = one == other or math.isclose(one, other, rel_tol=tolerance, abs_tol=1e-12)
+            if not same and not (math.isnan(one) and math.isnan(other)):
+                raise PassesDifferError(self._message(what, one, other))
+            return
+        close = torch.isclose(first, second, rtol=tolerance, atol=1e-12, equal_nan=True)
+        self.pending.append((close, self._message(what)))
+
+    def _message(self, what: str, one: float = math.nan, other: float = math.nan) -> str:
+        assert self._microbatch is not None
+        ids = ", ".join(map(repr, self._microbatch.ids[:8]))
+        values = "" if math.isnan(one) else f" ({one:.9g}, then {other:.9g})"
+        return (
+            f"Step {self.step}: the two passes over the micro-batch of examples {ids} gave "
+            f"different values for the {what}{values}, so the gradient is not the one whose norm "
+            "was taken. loss_fn depends on something that changes from call to "
+            "call and cannot be put back (an object of your own, a file, a generator). Use a rule "
+            'and an engine that need one pass (engine="stream").'
+        )

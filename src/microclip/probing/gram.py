@@ -18,12 +18,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from microclip.engines.base import CannotFuseError
 from microclip.engines.fused.budget import free_memory
-from microclip.engines.gradients import trainable
+from microclip.engines.gradients import is_sharded, trainable
 from microclip.engines.losses import LossFn
+from microclip.engines.snapshot import undisturbed
 from microclip.microbatches import count_examples
 from microclip.probing.agreement import clear, reason_against_single_pass
 from microclip.probing.totals import Totals, in_single_passes
-from microclip.probing.undisturbed import undisturbed
 from microclip.probing.visit import one_by_one
 
 LARGEST = 8192  # examples: beyond it the matrix itself takes more than half a gigabyte
@@ -118,7 +118,7 @@ def _refuse_ranks(model: nn.Module) -> None:
             "The probe runs on one rank alone, but DistributedDataParallel waits for all of them. "
             "Probe model.module, with a loss_fn that calls it."
         )
-    if any(hasattr(parameter, "device_mesh") for parameter in model.parameters()):
+    if is_sharded(model):
         raise ValueError(
             "The probe runs on one rank alone, but this model's parameters are sharded over "
             "several. Probe an unsharded copy of it."

@@ -10,11 +10,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from microclip.microbatches import Cuts
+from microclip.microbatches import Cuts, axis_of
 
 UNSEEN = 1.05  # for what is not counted
 PASSING = 2.5  # times a layer's largest tensor: gradients that come in and go out, and their copies
 KEPT = 1.5  # times what the forward pass saves: what the backward pass may keep
+LITTLE = 2**20  # bytes that nobody minds
 ROOMY = 3  # times the same: a limit that leaves so much is none
 PROBE = 8  # a batch whose needs are unknown starts with an eighth of it, under a given limit
 
@@ -86,10 +87,11 @@ class Budget:
         than that leaves beside the least.
         """
         if meter:
-            return KEPT * meter.saved if self._given is None else 0.0
+            return max(LITTLE, KEPT * meter.saved) if self._given is None else 0.0
         seen = self._seen[_class(cuts)]
-        left = self._room(parameters) - seen.peak * _times(cuts, seen)
-        return min(KEPT * seen.saved * _times(cuts, seen), least + max(0.0, left))
+        times = _times(cuts, seen)
+        left = self._room(parameters) - seen.peak * times
+        return min(max(LITTLE, KEPT * seen.saved * times), least + max(0.0, left))
 
     def _room(self, parameters: dict[str, nn.Parameter]) -> float:
         """Return the bytes for what can be counted beforehand."""
@@ -169,7 +171,7 @@ class Meter:
 
 def _elements(cuts: Cuts) -> int:
     """Return how many numbers an example has."""
-    return sum(leaf.numel() // leaf.shape[0] for leaf in cuts.leaves)
+    return sum(leaf.numel() // leaf.shape[axis_of(leaf, cuts.batch_dim)] for leaf in cuts.leaves)
 
 
 def _class(cuts: Cuts) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from typing import Any, cast
 
 import torch
@@ -15,9 +16,9 @@ from typing_extensions import override
 from microclip import multitensor
 from microclip.engines.base import CannotFuseError
 from microclip.engines.fused.formed import Formed, Use, room_for
-from microclip.engines.fused.groups import Groups, Shares, together
+from microclip.engines.fused.groups import Groups, Shares, singles, together
 from microclip.engines.fused.owners import arranged, refuse_gradients_of_nobody
-from microclip.engines.fused.plan import Weight
+from microclip.engines.fused.plan import CALLS, Weight
 from microclip.engines.fused.record import Handler, Recorder, apply
 from microclip.engines.fused.uses import Rows
 
@@ -42,7 +43,7 @@ class Geometry:
     groups: int
     is_tight: bool = False  # memory goes before time
 
-    @property
+    @cached_property
     def inputs(self) -> int:
         """Return how many numbers a window takes in."""
         return math.prod(self.shape[1:])
@@ -56,7 +57,7 @@ class Geometry:
         rows, each = math.prod(result.shape[2:]), multitensor.accumulation_dtype(result).itemsize
         cut = self.nbytes_of_patches(result) if self.keeps_patches(result) else x.nbytes
         kept = cut + result.nbytes
-        return Weight(rows, self.shape[0], self.inputs, each, kept, WRITING)
+        return Weight(rows, self.shape[0], self.inputs, each, kept, WRITING, CALLS)
 
     def keeps_patches(self, d: Tensor) -> bool:
         """Whether patches are few enough to be cut once and kept, given what comes back."""
@@ -116,7 +117,7 @@ class Geometry:
         """
         dimensions = len(self.stride)
         channels = 2 + dimensions if by_place else 2
-        x = x.movedim(2, channels)
+        x = x.movedim(2, channels) if by_place else x
         first = 2 if by_place else 3
         if any(self.padding):
             sides = [side for pad in reversed(self.padding) for side in (pad, pad)]
@@ -125,7 +126,8 @@ class Geometry:
             x = x.contiguous()
         for i in range(dimensions):
             reach = (self.shape[2 + i] - 1) * self.dilation[i] + 1
-            x = x.unfold(first + i, reach, self.stride[i])[..., :: self.dilation[i]]
+            x = x.unfold(first + i, reach, self.stride[i])
+            x = x if self.dilation[i] == 1 else x[..., :: self.dilation[i]]
         places, offsets = range(first, first + dimensions), range(3 + dimensions, x.dim())
         if by_place:
             x = x.permute(0, 1, *places, *offsets, channels)
@@ -145,13 +147,16 @@ class Geometry:
         found = torch.unflatten(products, -1, (*offsets, self.shape[1]))
         return found.movedim(-1, -1 - len(offsets))
 
-    @property
+    @cached_property
     def _none(self) -> tuple[int, ...]:
         return (0,) * len(self.stride)
 
     def _backward(self, d: Tensor, x: Tensor, weight: Tensor, mask: list[bool], groups: int) -> Any:
         options = (self.stride, self.padding, self.dilation, False, self._none, groups)
         return torch.ops.aten.convolution_backward(d, x, weight, None, *options, mask)
+
+
+_geometry = lru_cache(maxsize=1024)(Geometry)  # the same at every step
 
 
 @dataclass(frozen=True)
@@ -205,8 +210,7 @@ class Patches(Use):
         """Few patches are cut once, for norms and for the sum; else a convolution finds the sum."""
         if not self.geometry.keeps_patches(self.d):
             return self
-        cut = self._cut(groups)
-        return replace(cut, parts=tuple(cut.parts))
+        return self._cut(groups, to_keep=True)
 
     def _is_better_grouped(self, groups: Groups) -> bool:
         """Whether the library's own kernel is faster than patches: for many places, on a CPU.
@@ -217,23 +221,31 @@ class Patches(Use):
         fast = multitensor.on_host(self.d) and self.d.dtype == torch.float32
         return fast and rows >= GROUPING_PAYS and self.geometry.inputs >= GROUPED_INPUTS
 
-    def _cut(self, groups: Groups) -> CutPatches:
+    def _cut(self, groups: Groups, to_keep: bool = False) -> CutPatches:
         """Return the same with its patches cut, some at a time: they overlap, and take memory."""
-        by_place = self.geometry.is_better_by_place(self.d)
-        inputs_first = self.geometry.inputs < self.shape[0]  # products are faster the wide way
+        geometry = self.geometry
+        by_place = geometry.is_better_by_place(self.d)
+        inputs_first = geometry.inputs < self.shape[0]  # products are faster the wide way
+        parts: Iterable[Part] = self._parts(groups, by_place, inputs_first)
+        return CutPatches(tuple(parts) if to_keep else parts, geometry, by_place, inputs_first)
 
-        def parts() -> Iterator[Part]:
-            for block in groups:
-                x, d = block.of(self.x), block.of(self.d)
-                each = self.geometry.nbytes_of_patches(self.d[: block.size])
-                step = max(1, PATCHES_AT_ONCE // each)
-                for start in range(0, block.count, step):
-                    patches = self.geometry.patches(x[start : start + step], by_place)
-                    deltas = d[start : start + step].flatten(3).transpose(1, 2).flatten(2).mT
-                    rows = Rows(patches, deltas, inputs_first)
-                    yield Part(block.first_microbatch + start, Groups([1] * len(deltas)), rows)
+    def _parts(self, groups: Groups, by_place: bool, inputs_first: bool) -> Iterator[Part]:
+        each = self.geometry.nbytes_of_patches(self.d) // groups.examples
+        for block in groups:
+            x, d = block.of(self.x), block.of(self.d)
+            step = max(1, PATCHES_AT_ONCE // (each * block.size))
+            for start in range(0, block.count, step):
+                if step < block.count:
+                    x, d = (block.of(side)[start : start + step] for side in (self.x, self.d))
+                rows = Rows(self.geometry.patches(x, by_place), _by_channel(d).mT, inputs_first)
+                yield Part(block.first_microbatch + start, singles(len(d)), rows)
 
-        return CutPatches(parts(), self.geometry, by_place, inputs_first, self.x.new_empty(0))
+
+def _by_channel(d: Tensor) -> Tensor:
+    """Return (micro-batches, examples, channels, ...) as (micro-batches, channels, places)."""
+    if d.shape[1] == 1:
+        return d.flatten(3).squeeze(1)
+    return d.flatten(3).transpose(1, 2).flatten(2)
 
 
 @dataclass(frozen=True)
@@ -246,6 +258,8 @@ class Part:
 
     def of(self, values: Tensor) -> Tensor:
         """Return this part's share of (micro-batches, ...)."""
+        if len(self.groups) == len(values):
+            return values
         return values[self.first : self.first + len(self.groups)]
 
 
@@ -257,7 +271,6 @@ class CutPatches(Use):
     geometry: Geometry
     by_place: bool
     inputs_first: bool
-    like: Tensor  # empty, of their kind
 
     @property
     @override
@@ -275,10 +288,11 @@ class CutPatches(Use):
 
     @override
     def form(self, groups: Groups) -> Tensor:
-        sides = (self.shape[0], self.geometry.inputs)
-        out = room_for(groups, sides[::-1] if self.inputs_first else sides, self.like)
+        out = None
         for part in self.parts:
+            out = room_for(groups, part.rows.shape, part.rows.right) if out is None else out
             part.rows.form_into(part.groups, part.of(out))
+        assert out is not None
         return self._weights(out)
 
     @override
@@ -374,7 +388,7 @@ def convolution(dimensions: int) -> Handler:
                 "have the examples along its first dimension."
             )
         recorder.expect(w, b)
-        geometry = Geometry(
+        geometry = _geometry(
             tuple(weight.shape), many(stride), many(padding), many(dilation), groups,
             recorder.is_tight,
         )  # fmt: skip

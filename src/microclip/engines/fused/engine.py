@@ -13,7 +13,13 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from microclip import multitensor
-from microclip.engines.base import CannotFuseError, Engine, MeanLossError, MismatchError
+from microclip.engines.base import (
+    MEAN_LOSS,
+    CannotFuseError,
+    Engine,
+    MeanLossError,
+    MismatchError,
+)
 from microclip.engines.fused.allocator import hold_on_to_freed_memory
 from microclip.engines.fused.anything import anything
 from microclip.engines.fused.budget import Budget, Meter
@@ -29,18 +35,19 @@ from microclip.engines.fused.verify import (
     TRIES,
     AutocastWatch,
     Comparison,
-    Randomness,
     Verifier,
     draws_numbers,
     module_of,
 )
-from microclip.engines.gradients import Gradients, modules_of, set_aside
-from microclip.engines.losses import LossFn, backward, call, unscale
-from microclip.engines.randomness import RandomState
+from microclip.engines.gradients import Gradients, add_multiple, modules_of, set_aside
+from microclip.engines.losses import LossFn, Outsiders, backward, call, unscale
+from microclip.engines.randomness import Randomness
 from microclip.engines.stillness import Still
 from microclip.engines.sums import Sums
-from microclip.engines.two_pass import copies_of_buffers, put_back
 from microclip.microbatches import Cuts, copied, tensors_of
+
+# Norms come from products of up to four numbers of float32. Between these they are right.
+SMALLEST, LARGEST = 1e-10, 1e16
 
 # what torch says where the engine's way of recording is in a model's way
 FAILURES = {
@@ -67,6 +74,7 @@ class Fused(Engine):
         if self.device.type == "cpu":
             hold_on_to_freed_memory()
         self._held: list[_Uses] = []
+        self._batches: list[Cuts] = []  # whose rows are held
         self._sums = Sums(self.tally)
 
     def fold(self, loss_fn: LossFn, microbatches: Cuts, final: bool) -> None:
@@ -77,12 +85,14 @@ class Fused(Engine):
         is_tight = self.budget.is_tight(microbatches, self.parameters)
         for chunk in self.budget.chunks(microbatches, self.parameters):
             found = self._visit(loss_fn, chunk, is_tight)
+            self.memory.note_edits(chunk)
             if self.verifier.is_due(found.trail, len(chunk), found.is_doubtful):
                 self._verify(loss_fn, chunk, found)
             self.tally.extend(chunk, found.norms, found.means, found.losses)
             alone = final and len(chunk) == len(microbatches) == len(self.tally)
             if alone or not self.tally.policy.rule.streams:
                 self._held.append(found.uses)
+                self._batches.append(chunk.as_it_is)
             else:
                 self._settle(found.uses, found.norms, chunk)
 
@@ -95,18 +105,18 @@ class Fused(Engine):
         if microbatches.examples in self.budget.without_adoption:
             return self._pass(loss_fn, microbatches, is_tight, False)
         is_new = microbatches.examples not in self.budget.with_adoption
-        buffers = copies_of_buffers(self.model) if is_new else {}
-        start = RandomState.now(self._devices) if is_new else None
+        before = self.memory.snapshot(loss_fn) if is_new else None
         try:
             found = self._pass(loss_fn, microbatches, is_tight, True)
             self.budget.with_adoption.add(microbatches.examples)
             return found
         except _AdoptionError:
             # the pass that is repeated must leave no trace
-            put_back(self.model, buffers)
-            if start is not None:
-                start.restore()
-        found = self._pass(loss_fn, microbatches, is_tight, False)
+            if before is not None:
+                before.restore()
+            if not microbatches.can_be_repeated:
+                raise EditedBatchError from None
+        found = self._pass(loss_fn, microbatches.pristine, is_tight, False)
         self.budget.without_adoption.add(microbatches.examples)
         return found
 
@@ -114,24 +124,24 @@ class Fused(Engine):
         groups = Groups(microbatches.sizes)
         batch = microbatches.whole
         examples = [leaf for _, leaf in tensors_of(batch)]
-        recorder = Recorder(
-            self.parameters, groups, examples, HANDLERS, anything, is_tight, self.model, adopts
-        )
+        how = is_tight, self.model, adopts, microbatches.batch_dim
+        recorder = Recorder(self.parameters, groups, examples, HANDLERS, anything, *how)
         with (
             set_aside(self.parameters),
             self.budget.learning(microbatches, self.parameters) as meter,
         ):
             uses = _Uses(recorder, meter)
             try:
-                with recorder.metered(meter), recorder.watching():
-                    losses = call(loss_fn, batch, groups.examples)
+                with recorder.metered(meter):
+                    losses = call(recorder.watched(loss_fn), batch, groups.examples)
                     if losses.shape != (groups.examples,):
-                        raise MeanLossError(
-                            "The single-pass engine needs one loss per example, but loss_fn gives "
-                            'their mean. Return the losses themselves, as reduction="none" does.'
-                        )
+                        raise MeanLossError(MEAN_LOSS)
                     losses = recorder.in_order(losses)
-                means = groups.sum(losses) / groups.sizes_like(losses)
+                means = groups.means(losses)
+                is_new = self.verifier.is_new(recorder.tracker.trail)
+                step = self.tally.step
+                if is_new or step & (step + 1) == 0:
+                    Outsiders(self.parameters, 0, len(groups), final=True).check(means)
                 weights = recorder.weights_used_once()
                 least = least_to_keep(weights, groups)
                 allowance = self.budget.to_keep(microbatches, self.parameters, least, meter)
@@ -170,23 +180,37 @@ class Fused(Engine):
         """
         if len(chunk) == 1 or not bool(found.norms.isfinite().all()):
             return
-        after = Randomness.now(self._devices)
+        if not chunk.can_be_repeated:
+            return  # loss_fn has written to it, for the first time: the next one will be copied
+        chunk = chunk.pristine
+        after = self.memory.snapshot(loss_fn)
         is_random = found.has_dropout or draws_numbers(found.trail)
-        buffers = copies_of_buffers(self.model)
         rows = self.verifier.shuffled(len(chunk))
+        compared = False
         try:
             if not is_random:
-                self._compare(loss_fn, chunk, found, list(range(len(chunk))), rows)
+                order = list(range(len(chunk)))
+                compared = self._compare(loss_fn, chunk, found, order, rows)
             if self.verifier.is_first or is_random:
                 rows = rows[: max(FEW, len(rows) // 2) if self.verifier.is_first else FEW]
                 self.verifier.spend(len(rows) / len(chunk))
                 with Still() if is_random else nullcontext():
-                    again = self._visit(loss_fn, chunk.chosen(rows), is_tight=False)
-                    if not after.moved(self._devices):
-                        self._compare(loss_fn, chunk, again, rows, rows[::-1])
+                    few = chunk.chosen(rows).keep_copy().pristine
+                    again = self._visit(loss_fn, few, is_tight=False)
+                    after.learn()
+                    drawn = after.has_drawn()
+                    compared |= self._compare(loss_fn, chunk, again, rows, rows[::-1], drawn)
+            if found.is_doubtful and not compared:
+                raise MismatchError(
+                    "A single pass cannot be checked: the model looks at values of several "
+                    "examples on the host, by which it may mix them, and draws random numbers that "
+                    "cannot be held still."
+                )
         except (CannotFuseError, MismatchError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # of the model's, which cannot do with so few examples
+            if "inplace operation" in str(error):  # which a single pass does not notice always
+                raise
             self.verifier.how = "never"
             warnings.warn(
                 f"Single passes cannot be checked: a micro-batch alone makes loss_fn fail with "
@@ -196,12 +220,19 @@ class Fused(Engine):
             )
         finally:
             after.restore()
-            put_back(self.model, buffers)
 
     def _compare(
-        self, loss_fn: LossFn, chunk: Cuts, found: _Pass, order: list[int], rows: list[int]
-    ) -> None:
+        self,
+        loss_fn: LossFn,
+        chunk: Cuts,
+        found: _Pass,
+        order: list[int],
+        rows: list[int],
+        drawn: bool = False,
+    ) -> bool:
         """Differentiate a micro-batch alone, and raise if a parameter's gradient is another.
+
+        Return whether anything could be said.
 
         One is enough, unless this is the first step, or the model chooses examples by their place.
         Another one follows as well if the model looked at values, and they are the same of the
@@ -213,6 +244,7 @@ class Fused(Engine):
             found: A pass that had them in this order.
             order: See there.
             rows: Micro-batches to try.
+            drawn: Whether that pass drew random numbers that could not be held still.
         """
         first = max(1, len(rows) // 4) if self.verifier.is_first else 1
         least = TRIES if found.by_place else first
@@ -223,18 +255,19 @@ class Fused(Engine):
                 batch = copied(chunk[row].batch)
                 with found.uses.compared(order.index(row), self.parameters) as comparison:
                     backward(call(loss_fn, batch, chunk[row].size).mean(), self.scaler)
-            if now.moved(self._devices):
-                return  # of random numbers that cannot be held still nothing can be said
             suspect = comparison.suspect(autocast.seen)
+            if drawn or now.moved(self._devices):
+                return suspect is None  # a difference may be that of the numbers
             if suspect is not None:
                 raise MismatchError(
                     "A single pass disagrees with the gradient of a micro-batch run alone, most of "
                     f"all for parameter {suspect!r}{module_of(self.model, suspect)}: the model "
-                    "seems to mix examples."
+                    "seems to mix examples, or to change from call to call."
                 )
             self.verifier.spend(ALONE / len(chunk))
             if tried >= least and not (found.reads and reads.values == found.reads):
-                return
+                break
+        return True
 
     @torch.no_grad()
     def _settle(self, uses: _Uses, norms: Tensor, microbatches: Cuts) -> None:
@@ -247,7 +280,7 @@ class Fused(Engine):
             sizes = uses.groups.sizes_like(norms)
             sum_ = self._sums.of(domain)
             shares = self._sums.shares(norms, sizes).masked_fill(~here, torch.nan)
-            multiples = sum_.multiples(shares) * here
+            multiples = sum_.multiples(shares, norms) * here
             uses.add_to(sum_.gradients, multiples, self.parameters, last=domain == domains[-1])
 
     @torch.no_grad()
@@ -255,10 +288,17 @@ class Fused(Engine):
         """Add up what is now known to be each gradient's share."""
         if not self._held:
             return self._sums.finish()
+        if any(batch.were_edited for batch in self._batches):
+            raise RuntimeError(
+                "A batch was written to between fold() and finish(), while its rows are part of "
+                "gradients that are not added up yet. Fold a copy (batch.clone()), or finish "
+                "before the memory is used again."
+            )
         rows = self.tally.leave_out()
         coefficients = self.tally.coefficients()
-        left_out = torch.zeros_like(coefficients, dtype=torch.bool)
-        left_out[rows] = True
+        if rows:
+            left_out = torch.zeros_like(coefficients, dtype=torch.bool)
+            left_out[rows] = True
         total: Gradients = {}
         start = 0
         for uses in self._held:
@@ -294,6 +334,7 @@ class _Uses:
         self.device = recorder.anchor.device
         self._expected = recorder.expected
         self._derived = recorder.derived
+        self._parameters = recorder.parameters
         self._of: dict[str, list[Use]] = {}
         self._small: dict[str, Formed] = {}  # the only uses of small parameters
         self._joined: Joined | None = None
@@ -346,10 +387,44 @@ class _Uses:
                 "The single-pass engine saw no parameter take part in the losses."
             )
 
+    @torch.no_grad()
     def norms(self) -> Tensor:
         """Return the norm of every micro-batch's gradient over all parameters."""
-        squares = torch.stack([_on(self.device, squares) for squares in self._squares.values()])
-        return squares.sum(0, dtype=multitensor.widest(self.device)).clamp(min=0).sqrt()
+        found = [_on(self.device, squares) for squares in self._squares.values()]
+        wide = multitensor.widest(self.device)
+        total = found[0].to(wide) if len(found) == 1 else torch.stack(found).sum(0, dtype=wide)
+        norms = total.clamp(min=0).sqrt()
+        return self._with_exact_ends(norms) if multitensor.on_host(norms) else norms
+
+    def _with_exact_ends(self, norms: Tensor) -> Tensor:
+        """Take norms again that are so small or large that squares may have lost them."""
+        doubtful = [j for j, n in enumerate(norms.tolist()) if not SMALLEST < n < LARGEST]
+        if not doubtful:
+            return norms
+        if any(norms[j] == 0 for j in doubtful):  # most likely they are
+            parts = [use.touched(self.groups) for uses in self._of.values() for use in uses]
+            parts += [self._joined.touched(self.groups)] if self._joined else []
+            touched = torch.stack([_on(self.device, part) for part in parts]).any(0).tolist()
+            doubtful = [j for j in doubtful if touched[j]]
+        for j in doubtful:
+            gradients = list(self._of_one(j).values())
+            norms[j] = multitensor.join(
+                [multitensor.norm([each], each.device) for each in gradients], self.device
+            )
+        return norms
+
+    def _of_one(self, microbatch: int) -> Gradients:
+        """Return one micro-batch's gradients; complex ones as pairs of real numbers."""
+        found = {} if self._joined is None else self._joined.of_one(microbatch)
+        for name in self._of:
+            gradient = self._gradient(name, microbatch)
+            found[name] = torch.view_as_real(gradient) if gradient.is_complex() else gradient
+        return found
+
+    def _gradient(self, name: str, microbatch: int) -> Tensor:
+        uses = self._of[name]
+        shape = self._parameters[name].shape
+        return sum_of([use.of_one(self.groups, microbatch).reshape(shape) for use in uses])
 
     @contextmanager
     def compared(
@@ -363,10 +438,7 @@ class _Uses:
         small = {} if self._joined is None else self._joined.of_one(microbatch)
 
         def mine(name: str) -> Tensor | None:
-            if name not in self._of:
-                return small.get(name)
-            each = [use.of_one(self.groups, microbatch) for use in self._of[name]]
-            return sum_of([gradient.reshape(parameters[name].shape) for gradient in each])
+            return self._gradient(name, microbatch) if name in self._of else small.get(name)
 
         def compare(name: str) -> Callable[[nn.Parameter], None]:
             def hook(parameter: nn.Parameter) -> None:
@@ -409,6 +481,12 @@ class _Uses:
         The last time, what was kept of a parameter is let go as soon as its sum is there, so that
         the sums can take its place.
         """
+        if multitensor.on_host(coefficients) and any(
+            map(multitensor.is_extreme, coefficients.tolist())
+        ):
+            for microbatch, coefficient in enumerate(coefficients):
+                add_multiple(total, self._of_one(microbatch), coefficient, keeps=False)
+            return
         shares = self.groups.shares(coefficients)
         if self._joined:
             self._joined.add_to(total, shares)
@@ -429,6 +507,16 @@ class _Uses:
         if found.shape != parameter.shape:
             found = found.view(parameter.shape)
         return torch.view_as_real(found) if found.is_complex() else found
+
+
+class EditedBatchError(RuntimeError):
+    """loss_fn wrote to its batch before a pass that has to be repeated."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "loss_fn wrote to its batch in place, and the step has to be repeated on the batch as "
+            "it was. Let loss_fn work on a copy (batch.clone()) or repeat the step."
+        )
 
 
 class _AdoptionError(Exception):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,6 +48,10 @@ class Use(ABC):
     def of_one(self, groups: Groups, microbatch: int) -> Tensor:
         """Return the gradient of one micro-batch."""
         return self.form(groups)[microbatch]
+
+    def touched(self, groups: Groups) -> Tensor:
+        """Return, for every micro-batch, whether its gradient has an element that is not 0."""
+        return self.form(groups).flatten(1).any(1)
 
     def written_out(self, groups: Groups) -> Use:
         """Return the same as gradients that are written out."""
@@ -161,6 +166,10 @@ class Joined:
         """Return those of all the gradients together."""
         return self._all.squared_norms(groups)
 
+    def touched(self, groups: Groups) -> Tensor:
+        """Return, for every micro-batch, whether any of its gradients is not 0."""
+        return self._all.touched(groups)
+
     def of_one(self, microbatch: int) -> dict[str, Tensor]:
         """Return the gradients of one micro-batch."""
         row = self._all.gradients[microbatch]
@@ -177,11 +186,11 @@ class Joined:
     def add_to(self, totals: dict[str, Tensor], shares: Shares) -> None:
         """Add sum_j share_j g_j to the totals."""
         sizes = [math.prod(shape) for shape in self._shapes.values()]
-        parts = torch.split(self._all.add_to(None, shares), sizes)
+        parts: Any = torch.split_with_sizes_copy(self._all.add_to(None, shares), sizes)  # type: ignore[func-returns-value]
         for (name, shape), part in zip(self._shapes.items(), parts, strict=True):
             if len(shape) != 1:
                 part = part.view(shape)
-            totals[name] = totals[name].add_(part) if name in totals else part.clone()
+            totals[name] = totals[name].add_(part) if name in totals else part
 
 
 def room_for(groups: Groups, shape: tuple[int, ...], like: Tensor) -> Tensor:

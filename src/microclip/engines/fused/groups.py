@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import groupby
 
 import torch
@@ -36,6 +36,11 @@ class Block:
         """Add this block's part of (examples, ...) up within each micro-batch."""
         return self._examples_of(values) if self.size == 1 else self.of(values).sum(1)
 
+    def sum_rows(self, rows: Tensor) -> Tensor:
+        """Add this block's part of (examples, n, ...) up within each micro-batch."""
+        chosen = self.rows_of(rows)
+        return chosen.squeeze(1) if chosen.shape[1] == 1 else chosen.sum(1)
+
     def per_example(self, values: Tensor) -> Tensor:
         """Return one value per example from this block's part of one per micro-batch."""
         chosen = self.microbatches_of(values)
@@ -63,7 +68,10 @@ class Shares:
     @cached_property
     def single(self) -> Shares:
         """Return the same as numbers of single precision."""
-        return Shares(self.of_microbatches.float(), self.of_examples.float())
+        of_microbatches = self.of_microbatches.float()
+        if self.of_examples is self.of_microbatches:
+            return Shares(of_microbatches, of_microbatches)
+        return Shares(of_microbatches, self.of_examples.float())
 
     def as_(self, dtype: torch.dtype) -> Shares:
         """Return the same as numbers of another precision."""
@@ -118,11 +126,23 @@ class Groups:
 
     def sum_rows(self, rows: Tensor) -> Tensor:
         """Add (examples, n, ...) up within each micro-batch."""
-        return together([block.rows_of(rows).sum(1) for block in self])
+        return together([block.sum_rows(rows) for block in self])
+
+    def means(self, values: Tensor) -> Tensor:
+        """Return the means of one value per example, within each micro-batch."""
+        if len(self.blocks) > 1:
+            return self.sum(values) / self.sizes_like(values)
+        return values if self.largest == 1 else self.sum(values) / self.largest
 
     def sizes_like(self, values: Tensor) -> Tensor:
         """Return the sizes as numbers of the kind that `values` holds."""
         return torch.tensor(self.sizes, dtype=values.dtype, device=values.device)
+
+
+@cache
+def singles(count: int) -> Groups:
+    """Return so many micro-batches of one example each."""
+    return Groups([1] * count)
 
 
 def together(parts: list[Tensor]) -> Tensor:

@@ -151,14 +151,14 @@ class _GroupNorm(torch.autograd.Function):
             x.view(one),
             mean.view(1, -1),
             rstd.view(1, -1),
-            None if weight is None else weight.repeat(examples),
+            None if weight is None else weight.expand(examples, channels).flatten(),
             *one,
             examples * groups,
             [ctx.needs_input_grad[1], True, True],
         )
-        scales, shifts = (part.view(examples, channels) for part in found[1:])
-        ctx.note(scales, shifts)
-        dx = found[0].view_as(x) if ctx.needs_input_grad[1] else None
+        dx, scales, shifts = found
+        ctx.note(scales.view(examples, channels), shifts.view(examples, channels))
+        dx = dx.view_as(x) if ctx.needs_input_grad[1] else None
         return None, dx, None, None, None, None, None
 
 

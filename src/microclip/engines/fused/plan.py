@@ -15,6 +15,7 @@ from microclip.engines.fused.groups import Groups
 # products that take as long as writing a number and reading it again
 WRITING = 30
 WRITING_BESIDE_HALVES = 70  # where no pair of rows is multiplied twice
+CALLS = 2**21  # products that take as long as the calls that rows take, and small gradients do not
 
 
 class Weight(NamedTuple):
@@ -26,6 +27,7 @@ class Weight(NamedTuple):
     itemsize: int  # of a written number
     kept: int  # bytes, if its rows are kept
     worth: int = WRITING
+    calls: int = 0  # the worth of calls that writing out saves, in products
 
     def written(self, groups: Groups) -> int:
         """Return the bytes of its gradients."""
@@ -38,7 +40,8 @@ class Weight(NamedTuple):
     def gain(self, groups: Groups) -> float:
         """Return by how much writing out is faster, for each byte; not so below 1."""
         rows = groups.largest * self.rows
-        return rows**2 * (self.p + self.q) / (self.worth * max(1, self.p * self.q))
+        saved = rows**2 * (self.p + self.q) + self.calls / len(groups)
+        return saved / (self.worth * max(1, self.p * self.q))
 
 
 def least_to_keep(weights: dict[str, Weight], groups: Groups) -> int:
@@ -56,11 +59,17 @@ def to_write_out(weights: dict[str, Weight], groups: Groups, allowance: float) -
             which then takes less.
     """
     chosen = set()
-    total = least_to_keep(weights, groups)
-    gains = {name: weight.gain(groups) for name, weight in weights.items()}
-    for name in sorted(gains, key=lambda name: -gains[name]):
-        more = weights[name].written(groups) - weights[name].least(groups)
-        if gains[name] >= 1 and (not more or total + more <= allowance):
+    total = 0
+    candidates = []
+    for name, weight in weights.items():
+        gain = weight.gain(groups)
+        written, least = weight.written(groups), weight.kept
+        if gain >= 1:
+            least = min(least, written)
+            candidates.append((-gain, name, written - least))
+        total += least
+    for _, name, more in sorted(candidates):
+        if not more or total + more <= allowance:
             chosen.add(name)
             total += more
     return chosen

@@ -15,7 +15,7 @@ from microclip.engines.base import CannotFuseError
 from microclip.engines.fused import native
 from microclip.engines.fused.elementwise import pointwise
 from microclip.engines.fused.owners import Opaque, Owned, refuse_gradients_of_nobody
-from microclip.engines.fused.plan import WRITING, WRITING_BESIDE_HALVES, Weight
+from microclip.engines.fused.plan import CALLS, WRITING, WRITING_BESIDE_HALVES, Weight
 from microclip.engines.fused.record import Handler, Recorder, apply, tensors_in
 from microclip.engines.fused.uses import Lines, Rows
 
@@ -159,8 +159,8 @@ def _product(
         recorder.weights[w] = _as_weight(recorder, x, weight, state, transposed)
 
     def note(x: Tensor, d: Tensor) -> None:
-        # both may be matrices
-        x, d = (each.reshape(*shape, each.shape[-1]) for each in (x, d))
+        if x.dim() != len(shape) + 1 or d.dim() != len(shape) + 1:  # both may be matrices
+            x, d = (each.reshape(*shape, each.shape[-1]) for each in (x, d))
         refuse_gradients_of_nobody(d, state.axis, state.owners, w or b)
         deltas = recorder.rows(d, state)
         if w is not None:
@@ -197,7 +197,7 @@ def _as_weight(
     short = each * recorder.groups.largest <= native.MOST_ROWS
     halved = short and native.knows(added_up, x.device)
     worth = WRITING_BESIDE_HALVES if halved else WRITING
-    return Weight(each, p, q, added_up.itemsize, kept, worth)
+    return Weight(each, p, q, added_up.itemsize, kept, worth, CALLS)
 
 
 class _Embedding(torch.autograd.Function):

@@ -42,6 +42,8 @@ from microclip.engines.fused.owners import (
 from microclip.engines.fused.plan import Weight
 from microclip.engines.fused.shortcuts import SHORTCUTS
 from microclip.engines.fused.tracker import Tracker
+from microclip.engines.losses import nodes_from
+from microclip.microbatches import axis_of
 
 _CONTAINERS = (list, tuple, dict)
 
@@ -124,6 +126,7 @@ class Recorder(TorchFunctionMode):
         is_tight: bool = False,
         model: nn.Module | None = None,
         adopts: bool = True,
+        batch_dim: int = 0,
     ) -> None:
         super().__init__()
         self.is_tight = is_tight  # memory goes before time
@@ -140,14 +143,15 @@ class Recorder(TorchFunctionMode):
         self.reads = HostReads()
         self.reads_of_several = False  # whether what was read depends on several examples
         self.is_final = False  # whether the backward pass at work is the one of the losses
-        self._parameters = parameters
+        self.parameters = parameters
         self._leaves: dict[str, Tensor] = {}
         self._meter: tuple[Any, Any] | None = None  # hooks of our own
         self._guesses = Owners.guesses
         self.tracker = Tracker(groups.examples, model)
-        self.tracker.parameters = {id(parameter) for parameter in parameters.values()}
+        self.tracker.parameters = frozenset(self.names)
         self._derived_ids = self.tracker.derived
         self._examples = examples
+        self._batch_dim = batch_dim
         device = next(iter(parameters.values())).device
         # makes outputs differentiable where inputs are data and weights are kept out
         self.anchor = torch.zeros((), device=device, requires_grad=True)
@@ -157,13 +161,24 @@ class Recorder(TorchFunctionMode):
         """Inside the block, owners are followed and uses of parameters are noted."""
         try:
             for tensor in self._examples:
-                self.tracker.set(tensor, self.tracker.along_first)
+                axis = axis_of(tensor, self._batch_dim)
+                along = self.tracker.along_first
+                self.tracker.set(tensor, along if axis == 0 else Owned(axis, along.owners))
             with _without_compiling(), self.tracker, self:
                 yield
         finally:
             for tensor in self._examples:
                 tensor.__dict__.pop(self.tracker.mark, None)
             self.tracker.close()
+
+    def watched(self, function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """Return a function that is watched while it is at work."""
+
+        def call(argument: Any) -> Any:
+            with self.watching():
+                return function(argument)
+
+        return call
 
     def __torch_function__(
         self,
@@ -223,17 +238,11 @@ class Recorder(TorchFunctionMode):
                 "The single-pass engine cannot look into transforms of torch.func, which parameter "
                 f"{self.first_name((args, kwargs))!r} is used in."
             )
-        for argument in (*args, *kwargs.values()) if kwargs else args:
-            if isinstance(argument, Tensor):
-                opaque = self._is_opaque(argument)
-            else:
-                opaque = isinstance(argument, _CONTAINERS) and any(
-                    self._is_opaque(tensor) for tensor in tensors_in(argument)
-                )
-            if opaque:
-                return self.derive(func, args, kwargs)  # a refusal only if a loss depends on it
-        if func in self._handlers:
-            return self._handlers[func](self, *args, **kwargs)
+        if self._meets_opaque((*args, *kwargs.values()) if kwargs else args):
+            return self.derive(func, args, kwargs)  # a refusal only if a loss depends on it
+        handler = self._handlers.get(func)
+        if handler is not None:
+            return handler(self, *args, **kwargs)
         if is_composite(func):
             with self:  # look inside
                 return without_dispatch(func)(*args, **kwargs)
@@ -244,6 +253,19 @@ class Recorder(TorchFunctionMode):
         if not self.any_depends(args, kwargs):
             return self.derive(func, args, kwargs)
         return self.anything(self, func, args, kwargs)
+
+    def _meets_opaque(self, arguments: Any) -> bool:
+        """Whether any tensor among nested arguments is opaque."""
+        parameters = self.tracker.parameters
+        for argument in arguments:
+            if isinstance(argument, Tensor):
+                if id(argument) not in parameters and self._is_opaque(argument):
+                    return True
+            elif isinstance(argument, _CONTAINERS) and self._meets_opaque(
+                argument.values() if isinstance(argument, dict) else argument
+            ):
+                return True
+        return False
 
     def _is_opaque(self, tensor: Tensor) -> bool:
         """Whether nobody knows whose a tensor is; integers are taken for what they are."""
@@ -293,17 +315,10 @@ class Recorder(TorchFunctionMode):
 
     def _origin(self, edge: GradientEdge) -> str:
         """Return a parameter that a derived tensor is made of, to speak of it."""
-        waiting: list[Any] = [edge.node]
-        seen: set[Any] = set()
-        while waiting:
-            node = waiting.pop()
-            if node is None or node in seen:
-                continue
-            seen.add(node)
+        for node in nodes_from(edge.node):
             name = self.names.get(id(getattr(node, "variable", None)))
             if name is not None:
                 return name
-            waiting += [following for following, _ in node.next_functions]
         return "something"
 
     def is_recorded(self, tensor: Any) -> bool:
@@ -441,6 +456,7 @@ class Recorder(TorchFunctionMode):
         That takes less time than a function with a backward of its own.
         """
         held, meter = list(inputs), self._meter
+        version = inputs[0]._version
         if meter:
             meter[0](inputs[0])
 
@@ -449,6 +465,11 @@ class Recorder(TorchFunctionMode):
                 return None
             if meter:
                 meter[1](held[0])
+            if held[0]._version != version:  # as autograd does, which does not hold it here
+                raise RuntimeError(
+                    "One of the tensors that the gradient of a parameter is made of has been "
+                    "modified by an in-place operation since the forward pass."
+                )
             d = gradients[0].contiguous()  # once for all that is done with it
             note(*held, d)
             held.clear()  # the graph lives on until the step ends
@@ -563,7 +584,7 @@ class Recorder(TorchFunctionMode):
 
     def check_nothing_unseen(self) -> None:
         """Make sure that no gradient went past the recorder."""
-        for name, tensor in (*self._parameters.items(), *self._leaves.items()):
+        for name, tensor in (*self.parameters.items(), *self._leaves.items()):
             if tensor.grad is not None:
                 raise CannotFuseError(
                     f"Parameter {name!r} got a gradient in a way that the single-pass engine "

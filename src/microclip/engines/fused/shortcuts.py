@@ -58,12 +58,43 @@ def _same_owners(recorder: Recorder, state: Owned, other: Any, dims: int) -> boo
     return isinstance(found, Owned) and found.axis == 0 and found.owners is state.owners
 
 
-def _sum(recorder: Recorder, state: Owned, args: Any, kwargs: Any) -> bool:
-    """x + y, both of the same shape."""
-    if kwargs or len(args) != 2 or not isinstance(args[1], Tensor):
+def _two(recorder: Recorder, state: Owned, args: Any, kwargs: Any) -> bool:
+    """x + y and the like, both of the same shape, or x + 1."""
+    if kwargs or len(args) != 2:
         return False
+    if not isinstance(args[1], Tensor):
+        return type(args[1]) in (int, float)
     same = bool(args[0].shape == args[1].shape)
     return same and _same_owners(recorder, state, args[1], args[0].dim())
+
+
+def _matrices(recorder: Recorder, state: Owned, args: Any, kwargs: Any) -> bool:
+    """Rows of matrices, transposed."""
+    return bool(args[0].dim() > 2)
+
+
+def _products(recorder: Recorder, state: Owned, args: Any, kwargs: Any) -> bool:
+    """Products of the matrices of each example."""
+    dims = args[0].dim()
+    if kwargs or len(args) != 2 or dims < 3:
+        return False
+    return _same_owners(recorder, state, args[1], dims) and len(args[0]) == len(args[1])
+
+
+def _same_first_size(recorder: Recorder, state: Owned, args: Any, kwargs: Any) -> bool:
+    """x.view(len(x), ...): as the rows lie one after the other, each stays where it is."""
+    if kwargs or len(args) < 2:
+        return False
+    first = args[1][0] if isinstance(args[1], list | tuple) and args[1] else args[1]
+    return type(first) is int and first == args[0].shape[0]
+
+
+def _first_stays(recorder: Recorder, state: Owned, args: Any, kwargs: Any) -> bool:
+    """x.permute(0, ...)."""
+    if kwargs or len(args) < 2:
+        return False
+    first = args[1][0] if isinstance(args[1], list | tuple) and args[1] else args[1]
+    return type(first) is int and first == 0
 
 
 def _attention(recorder: Recorder, state: Owned, args: Any, kwargs: Any) -> bool:
@@ -75,7 +106,9 @@ def _attention(recorder: Recorder, state: Owned, args: Any, kwargs: Any) -> bool
 
 def _cross_entropy(recorder: Recorder, state: Owned, args: Any, kwargs: Any) -> bool:
     """One loss for each row, by targets of the same examples."""
-    if len(args) != 2 or kwargs != {"reduction": "none"} or args[0].dim() < 2:
+    if len(args) != 2 or kwargs.get("reduction") != "none" or args[0].dim() < 2:
+        return False
+    if any(kwargs.get(name) is not None for name in ("weight", "size_average", "reduce")):
         return False
     return _same_owners(recorder, state, args[1], args[0].dim() - 1)
 
@@ -89,8 +122,16 @@ SHORTCUTS: dict[Any, Question] = {
     torch.Tensor.chunk: _other_axis(2),
     torch.chunk: _other_axis(2),
     torch.Tensor.softmax: _other_axis(1),
-    torch.Tensor.__add__: _sum,
-    torch.add: _sum,
+    torch.Tensor.mean: _other_axis(1),
+    torch.Tensor.sum: _other_axis(1),
+    torch.Tensor.mT.__get__: _matrices,  # type: ignore[attr-defined]
+    torch.Tensor.view: _same_first_size,
+    torch.Tensor.reshape: _same_first_size,
+    torch.Tensor.permute: _first_stays,
+    torch.Tensor.contiguous: _always,
+    torch.matmul: _products,
+    torch.Tensor.matmul: _products,
+    torch.Tensor.__matmul__: _products,
     F.scaled_dot_product_attention: _attention,
     F.cross_entropy: _cross_entropy,
     F.adaptive_avg_pool2d: _images,
@@ -103,3 +144,8 @@ for _activation in (
     torch.Tensor.sigmoid,
 ):  # fmt: skip
     SHORTCUTS[_activation] = _always
+for _name in ("add", "sub", "mul", "div"):
+    for _space in (torch, torch.Tensor):
+        SHORTCUTS[getattr(_space, _name)] = _two
+for _name in ("__add__", "__sub__", "__mul__", "__truediv__"):
+    SHORTCUTS[getattr(torch.Tensor, _name)] = _two

@@ -16,12 +16,14 @@ import itertools
 import sys
 from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from microclip.engines.base import CannotFuseError
 from microclip.engines.fused.owners import (
     DERIVED,
     NOBODY,
@@ -32,10 +34,11 @@ from microclip.engines.fused.owners import (
     State,
     from_elements,
 )
+from microclip.engines.losses import communicates
 
 Rule = Callable[..., Any]
 _free_slots = list(range(1024))  # one attribute for each tracker at work, on whatever thread
-_rules: dict[Any, Any] = {}  # of operations that were met
+_operations: dict[Any, Operation] = {}  # those that were met
 _serials = itertools.count(1)
 _CONTAINERS = (list, tuple)
 _RESHAPES_ITSELF = frozenset(
@@ -49,6 +52,22 @@ _RESHAPES_ITSELF = frozenset(
     )
     for overload in packet.overloads()  # type: ignore[no-untyped-call]
 )
+
+
+class Operation:
+    """What there is to know of an operation, looked up once: torch's own take long to hash."""
+
+    def __init__(self, func: Any) -> None:
+        self.func = func
+        self.reshapes_itself = func in _RESHAPES_ITSELF
+        self.communicates = communicates(func)
+
+    @cached_property
+    def rule(self) -> tuple[Rule, Any]:
+        """Return what it does to owners, and what tells what it writes to, if it does."""
+        from microclip.engines.fused.propagation import rule_for
+
+        return rule_for(self.func)
 
 
 class Mark:
@@ -116,9 +135,17 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         # called for every operation of a model: it must be quick
-        self.trail.add((self._last, func))
-        self._last = func
-        if func in _RESHAPES_ITSELF:
+        operation = _operations.get(func)
+        if operation is None:
+            operation = _operations.setdefault(func, Operation(func))
+        self.trail.add((self._last, operation))
+        self._last = operation
+        if operation.communicates:  # before it does, since the others may not take a single pass
+            raise CannotFuseError(
+                f"The single-pass engine cannot run a loss_fn that communicates with other ranks "
+                f"({func}): they would have to call it as often."
+            )
+        if operation.reshapes_itself:
             self.state(args[0])  # while it has the shape that this is about
             self.before = args[0].shape, args[0].stride(), args[0].storage_offset()
         result = func(*args, **kwargs) if kwargs else func(*args)
@@ -137,7 +164,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         else:
             if not self._written:
                 return result
-        self._propagate(func, args, kwargs or {}, result)
+        self._propagate(operation, args, kwargs or {}, result)
         return result
 
     def state(self, tensor: Any) -> State | None:
@@ -189,13 +216,8 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     return f"module {name!r} ({kind})" if name else kind
         return f"a {kind}"
 
-    def _propagate(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        known = _rules.get(func)
-        if known is None:
-            from microclip.engines.fused.propagation import rule_for
-
-            known = _rules[func] = rule_for(func)
-        rule, writes = known
+    def _propagate(self, operation: Operation, args: Any, kwargs: Any, result: Any) -> None:
+        func, (rule, writes) = operation.func, operation.rule
         if (isinstance(result, Tensor) and result.is_nested) or (
             args and isinstance(args[0], Tensor) and args[0].is_nested
         ):

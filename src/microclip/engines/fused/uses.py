@@ -21,6 +21,7 @@ from microclip.engines.fused.groups import Groups, Shares, together
 from microclip.multitensor import widened
 
 MERGING_PAYS = 4  # uses of one weight
+CANCELLED = 1e-3  # of the rows' own squares: what is less is made of rounding for the most part
 HALVING_PAYS = 64  # rows; the product of a matrix with itself is symmetric
 
 
@@ -54,13 +55,19 @@ class Rows(Use):
 
     @override
     def squared_norms(self, groups: Groups) -> Tensor:
-        """Return |sum_r left_r x right_r|^2 = sum_rs (left_r . left_s)(right_r . right_s)."""
-        return together(
-            [
-                _own_pairs(widened(block.rows_of(self.left)), widened(block.rows_of(self.right)))
-                for block in groups
-            ]
-        )
+        """Return |sum_r left_r x right_r|^2 = sum_rs (left_r . left_s)(right_r . right_s).
+
+        NaN where rows cancel each other out so far that float32 has no digits left for it.
+        """
+        found = []
+        for block in groups:
+            left, right = widened(block.rows_of(self.left)), widened(block.rows_of(self.right))
+            squares = _own_pairs(left, right)
+            if left.shape[1] > 1:
+                lengths = (torch.linalg.vector_norm(side, dim=2) for side in (left, right))
+                squares = _unless_cancelled(squares, next(lengths).mul_(next(lengths)))
+            found.append(squares)
+        return together(found)
 
     @override
     def add_to(self, total: Tensor | None, shares: Shares) -> Tensor:
@@ -87,6 +94,11 @@ class Rows(Use):
         here = groups.examples_of(microbatch)
         left, right = (widened(side[here]).flatten(0, 1) for side in (self.left, self.right))
         return left.mT @ right
+
+    @override
+    def touched(self, groups: Groups) -> Tensor:
+        """Ask the rows alone: where none is left, the gradient is zero."""
+        return groups.sum(self.deltas.flatten(1).any(1).int()) > 0
 
     @override
     def written_out(self, groups: Groups) -> Use:
@@ -188,6 +200,11 @@ class Lines(Use):
         return table.index_add_(0, self.indices[here].flatten(), deltas)
 
     @override
+    def touched(self, groups: Groups) -> Tensor:
+        """Ask the rows alone: where none is left, the gradient is zero."""
+        return groups.sum(self.deltas.flatten(1).any(1).int()) > 0
+
+    @override
     def without(self, left_out: Shares) -> Lines:
         deltas = self.deltas.masked_fill(left_out.of_examples.view(-1, 1, 1), 0.0)
         return Lines(self.indices, deltas, self.lines)
@@ -240,6 +257,11 @@ def _own_pairs(left: Tensor, right: Tensor) -> Tensor:
     return of_first + twice + _own_pairs(left[:, half:], right[:, half:])
 
 
+def _unless_cancelled(squares: Tensor, lengths: Tensor) -> Tensor:
+    """Return squared norms of sums of rows, or NaN where little is left of so long rows."""
+    return squares.masked_fill_(squares < CANCELLED * lengths.square_().sum(1), torch.nan)
+
+
 def _sum_of_products(one: Tensor, other: Tensor) -> Tensor:
     """Return the inner products of two rows of matrices, of which the first is overwritten."""
     return one.mul_(other).sum((1, 2))
@@ -273,8 +295,9 @@ def squared_norms(uses: list[Use], groups: Groups) -> Tensor:
     if len(paired) < len(uses):
         total = sum_of([use.form(groups) for use in uses])
         return multitensor.squared_norms(total)
-    norms = sum_of([use.squared_norms(groups) for use in paired])
+    own = sum_of([use.squared_norms(groups) for use in paired])
+    norms = own
     for i, one in enumerate(paired):
         for other in paired[:i]:
             norms = norms + 2 * inner_products(one, other, groups)
-    return norms
+    return norms.masked_fill(norms < CANCELLED * own, torch.nan)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import random
-import sys
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from microclip import multitensor
-from microclip.engines.randomness import RandomState
+from microclip.engines.fused.tracker import Operation
 
 Verify = Literal["rarely", "always", "never"] | int
 SHARE = 0.01  # of all steps, in time, that checks may take,
@@ -133,6 +132,10 @@ class Verifier:
         self._random.shuffle(order)
         return order
 
+    def is_new(self, trail: set[Any]) -> bool:
+        """Whether a pass did something that none has done before."""
+        return not trail <= self._known
+
     def is_due(self, trail: set[Any], microbatches: int, is_doubtful: bool = False) -> bool:
         """Whether a pass is to be checked, as often as there is time for it if it is doubtful.
 
@@ -142,7 +145,7 @@ class Verifier:
             is_doubtful: Whether the model looked at values of several examples, by which it may
                 have mixed them.
         """
-        new = not trail <= self._known
+        new = self.is_new(trail)
         self._known |= trail
         if not self.is_on:
             return False
@@ -163,52 +166,16 @@ class Verifier:
         self._first += steps * self.is_first
 
 
-@dataclass(frozen=True)
-class Randomness:
-    """All the generators that a model may draw from."""
-
-    tensors: RandomState
-    python: Any
-    numpy: Any
-
-    @classmethod
-    def now(cls, devices: set[torch.device]) -> Randomness:
-        """Read the present state."""
-        numpy = sys.modules.get("numpy")
-        state = None if numpy is None else numpy.random.get_state(legacy=False)
-        return cls(RandomState.now(devices), random.getstate(), state)
-
-    def moved(self, devices: set[torch.device]) -> bool:
-        """Whether any number was drawn since."""
-        now = Randomness.now(devices)
-        if not now.tensors.equals(self.tensors) or now.python != self.python:
-            return True
-        if self.numpy is None or now.numpy is None:
-            return False
-        mine, theirs = self.numpy["state"], now.numpy["state"]
-        return any(
-            bool((a != b).any()) if hasattr(a, "any") else a != b
-            for a, b in zip(mine.values(), theirs.values(), strict=True)
-        )
-
-    def restore(self) -> None:
-        """Make this the present state again."""
-        self.tensors.restore()
-        random.setstate(self.python)
-        if self.numpy is not None:
-            sys.modules["numpy"].random.set_state(self.numpy)
-
-
 def draws_numbers(trail: set[Any]) -> bool:
     """Whether any of the operations of a pass draws random numbers from torch.
 
     Those that may, and only do if they are told to, are left to whoever knows their arguments.
     """
     return any(
-        torch.Tag.nondeterministic_seeded in operation.tags
+        torch.Tag.nondeterministic_seeded in operation.func.tags
         for _, operation in trail
-        if isinstance(operation, torch._ops.OpOverload)
-        and "scaled_dot_product" not in operation._schema.name
+        if isinstance(operation, Operation)
+        and "scaled_dot_product" not in operation.func._schema.name
     )
 
 
