@@ -232,6 +232,11 @@ def unread(rank: int, world: int) -> Any:
     net.zero_grad()  # a domain called 0 is a domain
     clipper.backward(processes.losses(model), batch, domains=unread_domains(sizes[rank]))
     of_domains = copy.deepcopy([p.grad for p in net.parameters()])
+    net.zero_grad()  # a rank without examples has no domains either
+    idle = processes.batch(rank, 0 if rank else sizes[rank], torch.float64)
+    labels = None if rank else unread_domains(sizes[rank])
+    clipper.backward(processes.losses(model), idle, domains=labels)
+    of_first = copy.deepcopy([p.grad for p in net.parameters()])
     clipper.step += rank
     message = ""
     clipper.backward(processes.losses(model), batch)
@@ -239,8 +244,13 @@ def unread(rank: int, world: int) -> Any:
         clipper.backward(processes.losses(model), batch)
     except RuntimeError as error:
         message = str(error)
-    return gradients, of_domains, message
+    return gradients, of_domains, of_first, message
 
 
 def unread_domains(size: int) -> list[int]:
     return [place % 2 for place in range(size)]
+
+
+def others(rank: int, world: int) -> dict[str, Any]:
+    """Return what comes of the rest; the last one changes the process."""
+    return {f.__name__: f(rank, world) for f in (statistics, idle, faults, unread)}

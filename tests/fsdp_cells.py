@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import warnings
 from typing import Any
@@ -35,6 +36,7 @@ class Cell:
     bad: int | None = None  # the rank that has an example with NaN
     folds: int = 1
     domains: bool = False
+    evaluated: str = ""  # when the model runs without a backward pass
 
 
 CELLS = {
@@ -62,6 +64,27 @@ CELLS = {
     "rank, folds": Cell(b=2, folds=2),
     "world, folds": Cell("world", 2, folds=2),
     "rank, domains": Cell(b=2, domains=True),
+    **{
+        f"{scope}, evaluated {when}, {how}": Cell(
+            scope,
+            2,
+            nested=how != "not nested",
+            reshard=how != "not resharded",
+            folds=2 if "folds" in when else 1,
+            evaluated=when,
+        )
+        for scope in ("rank", "world")
+        for how in ("nested", "not nested", "not resharded")
+        for when in (
+            "before the clipper",
+            "before steps",
+            "between folds",
+            "with gradients before folds",
+            "by hand",
+            "inside the loss",
+            "and left whole",
+        )
+    },
 }
 SIZE = 6
 
@@ -99,7 +122,12 @@ def domains(cell: Cell) -> list[str] | None:
 def work(rank: int, world: int) -> dict[str, Any]:
     """Run all cells on one rank."""
     warnings.simplefilter("ignore")
-    return {name: step(cell, rank, world) for name, cell in CELLS.items()}
+    return {name: step(cell, rank, world) for name, cell in CELLS.items() if concerns(cell, world)}
+
+
+def concerns(cell: Cell, world: int) -> bool:
+    """Whether a cell says anything new about so many ranks."""
+    return world <= 2 if cell.evaluated else cell.bad is None or cell.bad < world
 
 
 def sharded(cell: Cell, world: int) -> nn.Module:
@@ -122,23 +150,53 @@ def whole(parameter: nn.Parameter) -> torch.Tensor | None:
 
 def step(cell: Cell, rank: int, world: int) -> Any:
     model = sharded(cell, world)
-    examples = data(cell, rank)
+    parameters = list(model.parameters())  # as an optimizer has them
+    x, y = examples = data(cell, rank)
+    losses = processes.losses(model)
+
+    def evaluate(when: str) -> None:
+        if when not in cell.evaluated:
+            return
+        if when == "by hand":
+            model.unshard()
+            return
+        with torch.set_grad_enabled("with gradients" in cell.evaluated):
+            model.eval()
+            model(x)
+            model.train()
+
+    def evaluating_losses(batch: Any) -> torch.Tensor:
+        evaluate("inside the loss")
+        each = losses(batch)
+        evaluate("inside the loss")
+        return each
+
+    if cell.evaluated == "and left whole":
+        model.set_reshard_after_backward(False)
+    evaluate("before the clipper")
     clipper = Clipper(
         model, cell.b, rule=properties.RULES[cell.rule], reduction=cell.reduction,
         nonfinite=cell.nonfinite, scope=cell.scope,
     )  # fmt: skip
-    for _ in range(2):
-        model.zero_grad()
+
+    def clip() -> Any:
+        evaluate("before steps")
+        evaluate("by hand")
         if cell.folds == 1:
-            outcome = clipper.backward(processes.losses(model), examples, domains=domains(cell))
-        else:
-            for rows in (slice(0, 4), slice(4, 6)):
-                clipper.fold(processes.losses(model), (examples[0][rows], examples[1][rows]))
-            outcome = clipper.finish()
-    found = [whole(parameter) for parameter in model.parameters()]
-    once = found
-    clipper.backward(processes.losses(model), examples, domains=domains(cell))
-    twice = [whole(parameter) for parameter in model.parameters()]
+            return clipper.backward(evaluating_losses, examples, domains=domains(cell))
+        for rows in (slice(0, 4), slice(4, 6)):
+            evaluate("folds")
+            clipper.fold(losses, (x[rows], y[rows]))
+        evaluate("folds")
+        return clipper.finish()
+
+    for _ in range(2):
+        for parameter in parameters:
+            parameter.grad = None
+        outcome = clip()
+    once = [whole(parameter) for parameter in parameters]
+    clip()
+    twice = [whole(parameter) for parameter in parameters]
     return once, twice, outcome.norms
 
 
@@ -207,12 +265,145 @@ def faults(rank: int, world: int) -> dict[str, str]:
         nn.Linear(4, 4), init_device_mesh("cpu", (world,)), ColwiseParallel()
     )
     heard["parallel"] = refusal(lambda: Clipper(parallel))
+    heard.update(misuse(rank, world))
+    return heard
+
+
+def misuse(rank: int, world: int) -> dict[str, str]:
+    """Return what is said about models that are not as the Clipper found them."""
+    heard = {}
+    examples = processes.batch(rank, 6, torch.float32)
+
+    def evaluated(model: Any) -> Any:
+        with torch.no_grad():
+            model(examples[0])
+        return model
+
+    net = network(Cell())
+    clipper = Clipper(net, 2)
+    model = fully_shard(net)
+    heard["made before"] = refusal(lambda: clipper.backward(processes.losses(model), examples))
+    evaluated(model)
+    heard["made before, evaluated"] = refusal(
+        lambda: clipper.backward(processes.losses(model), examples)
+    )
+    half = network(Cell())
+    fully_shard(half.body)
+    heard["half, evaluated"] = refusal(lambda: Clipper(evaluated(half)))
+    frozen = evaluated(fully_shard(network(Cell())))
+    frozen.head.requires_grad_(False)
+    heard["frozen, evaluated"] = refusal(lambda: Clipper(frozen))
+    for scope in ("rank", "world"):
+        model = sharded(Cell(), world)
+        clipper = Clipper(model, scope=scope)
+        processes.losses(model)(examples).mean().backward()
+        heard[f"own backward {scope}"] = refusal(lambda clipper=clipper: clipper.fold(size=6))
+        model = sharded(Cell(), world)
+        clipper = Clipper(model, scope=scope)
+        handle = model.body.register_forward_hook(lambda *_: 1 / 0)
+        with contextlib.suppress(ZeroDivisionError):
+            clipper.backward(processes.losses(model), examples)
+        handle.remove()
+        again = lambda: clipper.backward(processes.losses(model), examples)  # noqa: B023, E731
+        heard[f"broken off {scope}"] = refusal(again)
     return heard
 
 
 def refusal(action: Any) -> str:
     try:
         action()
-    except (ValueError, NotImplementedError) as error:
+    except (ValueError, RuntimeError) as error:
         return str(error)
     return ""
+
+
+class Branches(nn.Module):
+    """Layers of the same size, of which each rank uses some."""
+
+    def __init__(self, used: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.a, self.b = nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 5)
+        self.head, self.used = nn.Linear(5, 3), used
+        self.double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.body(x).tanh()
+        for name in self.used:
+            hidden = hidden + getattr(self, name)(hidden)
+        return self.head(hidden)
+
+
+BRANCHES = {  # the layers that each rank uses in the first two steps and then; nested, filled up
+    "one": (("a", ""), ("a", ""), False, False),
+    "one, nested": (("a", ""), ("a", ""), True, False),
+    "another": (("a", "b"), ("a", "b"), False, False),
+    "another, nested": (("a", "b"), ("a", "b"), True, False),
+    "another order, nested": (("ab", "ba"), ("ab", "ba"), True, False),
+    "another, later": (("a", "a"), ("a", "b"), False, False),
+    "another, later, nested": (("a", "a"), ("a", "b"), True, False),
+    "one, filled up": (("a", ""), ("a", ""), False, True),
+    "another, filled up": (("a", "b"), ("a", "b"), False, True),
+    "the same": (("a", "a"), ("b", "b"), True, False),
+}
+
+
+def branches(rank: int, world: int) -> dict[str, Any]:
+    """Let ranks use different layers: what comes of it, and whether `.grad` was touched."""
+    found = {}
+    for name, (first, later, nested, filled) in BRANCHES.items():
+        for scope in ("rank", "world"):
+            net = Branches(first[rank])
+            for child in (net.body, net.a, net.b, net.head) if nested else ():
+                fully_shard(child)
+            fully_shard(net)
+            if filled:
+                net.set_reduce_scatter_unused_params(True)
+            clipper = Clipper(net, 3, scope=scope)
+            examples = processes.batch(rank, 6, torch.float64)
+            message = ""
+            try:
+                for used in (first, first, later):
+                    net.zero_grad()
+                    net.used = used[rank]
+                    clipper.backward(processes.losses(net), examples)
+            except RuntimeError as error:
+                message = f"{type(error).__name__}: {error}"
+                assert all(parameter.grad is None for parameter in net.parameters())
+            found[f"{name}, {scope}"] = message, message or [whole(p) for p in net.parameters()]
+            dist.barrier()
+    return found
+
+
+def disagreements(rank: int, world: int) -> dict[str, str]:
+    """Return what each rank hears where they differ, or one has nothing."""
+    heard = {}
+    cell = Cell()
+    for scope in ("rank", "world"):
+        for what in ("size", "rule", "frozen", "nothing", "fewer folds"):
+            model = sharded(cell, world)
+            if what == "frozen" and rank == 1:
+                model.head.bias.requires_grad_(False)
+            size = 3 if what == "size" and rank == 1 else 2
+            rule = properties.RULES["Unit()" if what == "rule" and rank == 1 else "MinNorm()"]
+            clipper = Clipper(model, size, rule=rule, scope=scope)
+            x, y = processes.batch(rank, 6, torch.float32)
+            empty = what == "nothing" and rank == 1
+            try:
+                if what == "fewer folds":
+                    clipper.fold(processes.losses(model), (x, y))
+                    if rank == 0:
+                        clipper.fold(processes.losses(model), (x, y))
+                    clipper.finish()
+                else:
+                    rows = slice(0, 0 if empty else 6)
+                    clipper.backward(processes.losses(model), (x[rows], y[rows]))
+            except (RuntimeError, ValueError) as error:
+                heard[f"{what} {scope}"] = f"{type(error).__name__}: {error}"
+            dist.barrier()
+    return heard
+
+
+def mistakes(rank: int, world: int) -> dict[str, Any]:
+    """Return all that goes wrong; starting ranks takes longer than all of it."""
+    return {f.__name__: f(rank, world) for f in (faults, branches, disagreements)}

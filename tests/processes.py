@@ -21,15 +21,22 @@ import reference
 SECONDS = 60
 
 
-def run(function: Callable[..., Any], world: int, folder: Path, *args: Any) -> list[Any]:
-    """Return what `function(rank, *args)` gives on each rank of a new process group."""
+def run(
+    function: Callable[..., Any], world: int, folder: Path, *args: Any, seconds: int = SECONDS
+) -> list[Any]:
+    """Return what `function(rank, *args)` gives on each rank of a new process group.
+
+    `seconds`: after which a rank gives up waiting for the others.
+    """
     multiprocessing.start_processes(
-        _enter, (function, world, str(folder), args), nprocs=world, start_method="spawn"
+        _enter, (function, world, str(folder), args, seconds), nprocs=world, start_method="spawn"
     )
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(world)]
 
 
-def _enter(rank: int, function: Any, world: int, folder: str, args: tuple[Any, ...]) -> None:
+def _enter(
+    rank: int, function: Any, world: int, folder: str, args: tuple[Any, ...], seconds: int
+) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
     dist.init_process_group(
@@ -37,7 +44,7 @@ def _enter(rank: int, function: Any, world: int, folder: str, args: tuple[Any, .
         init_method=f"file://{folder}/store",
         rank=rank,
         world_size=world,
-        timeout=timedelta(seconds=SECONDS),
+        timeout=timedelta(seconds=seconds),
     )
     try:
         torch.save(function(rank, *args), f"{folder}/{rank}.new")

@@ -68,23 +68,28 @@ def test_per_core_clipping_is_one_process_with_as_many_microbatches(found):
     )
 
 
-def test_buffers_are_kept_in_step_as_the_wrapper_does(tmp_path):
-    found = processes.run(ddp_cells.statistics, 2, tmp_path, 2)
-    for each in found:
+@pytest.fixture(scope="module")
+def others(tmp_path_factory):
+    """What two ranks found in all else."""
+    return processes.run(ddp_cells.others, 2, tmp_path_factory.mktemp("others"), 2)
+
+
+def test_buffers_are_kept_in_step_as_the_wrapper_does(others):
+    for each in (each["statistics"] for each in others):
         for plain, clipped in zip(each[False], each[True], strict=True):
             torch.testing.assert_close(plain, clipped)
 
 
-def test_a_rank_without_examples_gets_the_buffers_too(tmp_path):
+def test_a_rank_without_examples_gets_the_buffers_too(others):
     """It takes part in the broadcast; if it did not, the others would wait for it."""
-    first, second = processes.run(ddp_cells.idle, 2, tmp_path, 2)
+    first, second = (each["idle"] for each in others)
     assert first[0].abs().max() > 0  # the running mean
     for one, other in zip(first, second, strict=True):
         assert torch.equal(one, other)
 
 
-def test_faults_reach_all_ranks_alike(tmp_path):
-    first, second = processes.run(ddp_cells.faults, 2, tmp_path, 2)
+def test_faults_reach_all_ranks_alike(others):
+    first, second = (each["faults"] for each in others)
     assert "micro-batch 1 of rank 1 is not finite" in first["nonfinite"]
     assert "micro-batch 1, examples 2, 3, has norm" in second["nonfinite"]
     for each in (first, second):
@@ -97,7 +102,7 @@ def test_faults_reach_all_ranks_alike(tmp_path):
         properties.assert_close(each["own backward"], processes.twin(net, batches, None), 1e-12)
 
 
-def test_as_on_an_accelerator(tmp_path):
+def test_as_on_an_accelerator(others):
     """Without a look at what the others said; a missed step is noticed one step later."""
     world, sizes = 2, (6, 3)
     batches = [processes.batch(rank, sizes[rank], torch.float64) for rank in range(world)]
@@ -105,7 +110,10 @@ def test_as_on_an_accelerator(tmp_path):
     wanted = processes.twin(net, batches, 2)
     domains = [ddp_cells.unread_domains(size) for size in sizes]
     wanted_of_domains = processes.twin(net, batches, 2, domains=domains)
-    for gradients, of_domains, message in processes.run(ddp_cells.unread, world, tmp_path, world):
+    alone = [batches[0], tuple(part[:0] for part in batches[1])]
+    wanted_of_first = processes.twin(net, alone, 2, domains=domains)
+    for gradients, of_domains, of_first, message in (each["unread"] for each in others):
+        properties.assert_close(of_first, wanted_of_first, 1e-12)
         properties.assert_close(gradients, wanted, 1e-12)
         properties.assert_close(of_domains, wanted_of_domains, 1e-12)
-        assert "rank 0: step 4, rank 1: step 5" in message
+        assert "rank 0: step 5, rank 1: step 6" in message

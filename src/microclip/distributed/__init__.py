@@ -1,8 +1,9 @@
 """Many ranks: one mini-batch over several processes, clipped as one process would clip it.
 
-`ranks` is what processes say to each other, `ddp` what DistributedDataParallel needs, `hook` is for
-those who keep their own `loss.backward()`. Everything else is as on one process: engines never
-know how many there are.
+`ranks` is what processes say to each other, `agreement` what they must have in common, `ddp` what
+DistributedDataParallel needs and `fsdp` what `fully_shard` needs. `outside` finds ranks that a
+Clipper was not told of, `collectives` losses that talk to them; `hook` is for those who keep their
+own `loss.backward()`. Everything else is as on one process: engines never know how many there are.
 """
 
 from typing import Any

@@ -8,7 +8,7 @@ in shards, and is streamed: the accumulator is sharded as well.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, Literal
 
@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from microclip import multitensor
 from microclip.distributed.ranks import Ranks
 from microclip.engines.base import Engine
-from microclip.engines.gradients import Gradients, set_aside, take
+from microclip.engines.gradients import Gradients, set_aside, sharded_modules, take
 from microclip.engines.losses import LossFn, backward, evaluate, unscale
 from microclip.engines.stream import Stream
 from microclip.microbatches import Cuts
@@ -32,11 +32,16 @@ class Fsdp:
 
     def __init__(self, model: nn.Module) -> None:
         self.modules = [m for m in model.modules() if isinstance(m, FSDPModule)]
+        self.reshard(model)
         mesh = _mesh(model)
         parameter = next(p for p in model.parameters() if p.requires_grad)
         self.ranks = Ranks(mesh.get_group(), parameter.device)
+        names = {id(module): name or "the model itself" for name, module in model.named_modules()}
+        self.is_known = False  # whether ranks have done a step together
+        self._step: int | None = None
         for module in self.modules:
             for group in _groups(module):
+                self.ranks.parts.append(repr(names[id(module)]))
                 if group.gradient_divide_factor is not None:
                     raise NotImplementedError(
                         "set_gradient_divide_factor() changes what FSDP sends by a factor that "
@@ -46,15 +51,36 @@ class Fsdp:
     @classmethod
     def find(cls, model: nn.Module) -> Fsdp | None:
         """Return it for a sharded model, None for others; refuse what would go wrong."""
+        if sharded_modules(model):
+            return cls(model)
         sharded = [n for n, p in model.named_parameters() if isinstance(p, DTensor)]
         if not sharded:
             return None
-        if not any(isinstance(module, FSDPModule) for module in model.modules()):
-            raise NotImplementedError(
-                f"Parameter {sharded[0]!r} is sharded over ranks (a DTensor), but not by "
-                "fully_shard(): tensor parallelism is not supported."
+        raise NotImplementedError(
+            f"Parameter {sharded[0]!r} is sharded over ranks (a DTensor), but not by a "
+            "fully_shard() of the model that the Clipper was given or of a part of it. Give the "
+            "Clipper the whole model; tensor parallelism is not supported."
+        )
+
+    def reshard(self, model: nn.Module) -> None:
+        """Let the model have its shards again, which a forward pass without a backward pass hides.
+
+        Whatever needs whole parameters later gathers them again.
+        """
+        if set(map(id, sharded_modules(model))) != set(map(id, self.modules)):
+            raise RuntimeError(
+                f"Parts of {type(model).__name__} were sharded, added or removed after the Clipper "
+                "was made, which does not know how they are sharded. Make a new Clipper."
             )
-        return cls(model)
+        _refuse_frozen_whole(self._all_groups)
+        for module in self.modules:
+            module.reshard()
+        if any(not g.is_sharded or g._training_state.name != "IDLE" for g in self._all_groups):
+            raise RuntimeError(
+                "An error broke off a forward or backward pass of the sharded model, whose "
+                "parameters are as the pass left them. Call model.reset_iter_state() (torch 2.13) "
+                "after the error, on all ranks, before the next step."
+            )
 
     @property
     def _all_groups(self) -> list[Any]:
@@ -66,12 +92,51 @@ class Fsdp:
         before = [(group, group._reduce_scatter_comm) for group in self._all_groups]
         try:
             with self.reducing():
-                for group, comm in before:
-                    group._reduce_scatter_comm = way.over(comm)
+                for part, (group, comm) in enumerate(before):
+                    group._reduce_scatter_comm = _ReduceScatter(way, comm, self, part)
                 yield
         finally:
             for group, comm in before:
                 group._reduce_scatter_comm = comm
+
+    def begin(self) -> None:
+        """Begin a step: nothing was used yet."""
+        self.ranks.used = []
+
+    @contextmanager
+    def meeting(self, step: int) -> Iterator[None]:
+        """Inside the block, in the first step, ranks make sure that they gather the same parts.
+
+        If one of them does not use a layer, others would wait for it, or take its next layer for
+        this one. Later steps are only compared at their end, when what is wrong is not used.
+        """
+        if self.is_known or self.ranks.count == 1:
+            yield
+            return
+        self._step = step
+        before = [(group, group._all_gather_comm) for group in self._all_groups]
+        try:
+            for part, (group, comm) in enumerate(before):
+                group._all_gather_comm = _AllGather(comm, self, part)
+            yield
+        finally:
+            self._step = None
+            for group, comm in before:
+                group._all_gather_comm = comm
+
+    def meet(self, part: int, size: int = 0) -> None:
+        """Wait for the other ranks before something is sent, if this is the first step."""
+        if self._step is not None:
+            self.ranks.meet(self._step, part, size)
+
+    def note_unused(self, parameters: Iterable[str], used: Container[str]) -> None:
+        """Take note of parameters without a gradient, which must be the same on all ranks.
+
+        What is sent does not show which parameters it belongs to.
+        """
+        unused = [name for name in parameters if name not in used]
+        if unused:
+            self.ranks.used.append(f"no gradient for {', '.join(unused)}")
 
     @contextmanager
     def reducing(self) -> Iterator[None]:
@@ -97,10 +162,6 @@ class Sending:
         self.mode = mode
         self.norms: list[Tensor] = []
 
-    def over(self, comm: Any) -> Any:
-        """Return a reduce-scatter that does as the mode says."""
-        return _ReduceScatter(self, comm)
-
     def take(self, output: Tensor, flat: Tensor, group: dist.ProcessGroup) -> bool:
         """Look at a gradient; return whether it should be sent."""
         if self.mode == "norms":
@@ -114,8 +175,9 @@ class Sending:
 
 
 class _ReduceScatter:
-    def __init__(self, sending: Sending, comm: Any) -> None:
+    def __init__(self, sending: Sending, comm: Any, fsdp: Fsdp, part: int) -> None:
         self._sending, self._comm = sending, comm
+        self._fsdp, self._part = fsdp, part
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         found: Tensor = self._comm.allocate(size, dtype=dtype, device=device)
@@ -124,9 +186,27 @@ class _ReduceScatter:
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, **options: Any
     ) -> Any:
+        size, ranks = input_tensor.numel(), self._fsdp.ranks
+        ranks.used.append(f"{ranks.parts[self._part]} with {size} numbers")
         if not self._sending.take(output_tensor, input_tensor, group):
             return None
+        self._fsdp.meet(self._part, size)
         return self._comm(output_tensor, input_tensor, group, op, **options)
+
+
+class _AllGather:
+    """Waits for the other ranks, then gathers."""
+
+    def __init__(self, comm: Any, fsdp: Fsdp, part: int) -> None:
+        self._comm, self._fsdp, self._part = comm, fsdp, part
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        found: Tensor = self._comm.allocate(size, dtype=dtype, device=device)
+        return found
+
+    def __call__(self, **options: Any) -> Any:
+        self._fsdp.meet(self._part)
+        return self._comm(**options)
 
 
 class RankScope(Engine):
@@ -137,12 +217,14 @@ class RankScope(Engine):
     def __init__(self, *args: Any, fsdp: Fsdp, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._fsdp = fsdp
+        self._fsdp.begin()
         self._losses: list[Tensor] = []
 
     def fold(self, loss_fn: LossFn, microbatches: Cuts, final: bool) -> None:
         """First backward pass: norms, and nothing is sent."""
+        self._fsdp.ranks.describe(self.tally.policy, self.scaler, self.parameters)
         self._fsdp.ranks.agree(self.tally.step, len(microbatches))
-        with set_aside(self.parameters):
+        with set_aside(self.parameters), self._fsdp.meeting(self.tally.step):
             for microbatch in microbatches:
                 loss, each = evaluate(loss_fn, microbatch)
                 norm = unscale(self._norm(loss), self.scaler)
@@ -153,23 +235,29 @@ class RankScope(Engine):
         """Differentiate a first time, for the norm alone."""
         sending = Sending("norms")
         alone = self._fsdp.ranks.count == 1  # then nothing would be sent that one could look at
-        with self._fsdp.sending(sending), nullcontext() if alone else self._dropping():
+        used: set[str] = set()
+        with self._fsdp.sending(sending), nullcontext() if alone else self._dropping(used):
             backward(loss, self.scaler, retain_graph=True)
         if alone:
             return multitensor.norm(list(take(self.parameters).values()), self.device)
+        self._fsdp.note_unused(self.parameters, used)
         return multitensor.join(sending.norms, self.device)
 
     @contextmanager
-    def _dropping(self) -> Iterator[None]:
+    def _dropping(self, used: set[str]) -> Iterator[None]:
         """Inside the block, shards of gradients (zeros, for nothing was sent) go at once."""
 
-        def drop(parameter: nn.Parameter) -> None:
-            parameter.grad = None
+        def drop(name: str) -> Callable[[nn.Parameter], None]:
+            def hook(parameter: nn.Parameter) -> None:
+                used.add(name)
+                parameter.grad = None
+
+            return hook
 
         handles: list[Any] = []
         try:
-            for parameter in self.parameters.values():
-                handle = parameter.register_post_accumulate_grad_hook(drop)  # type: ignore[no-untyped-call]
+            for name, parameter in self.parameters.items():
+                handle = parameter.register_post_accumulate_grad_hook(drop(name))  # type: ignore[no-untyped-call]
                 handles.append(handle)
             yield
         finally:
@@ -180,11 +268,12 @@ class RankScope(Engine):
         """Second backward pass: the weighted gradients, which FSDP averages over ranks."""
         coefficients = self.tally.coefficients() * self._fsdp.ranks.count
         left_out = set(self.tally.leave_out())
-        with set_aside(self.parameters):
+        with set_aside(self.parameters), self._fsdp.meeting(self.tally.step):
             for row, loss in enumerate(self._losses):
                 sending = Sending("nothing" if row in left_out else "all")
                 with self._fsdp.sending(sending):
                     backward(loss * coefficients[row].to(loss.dtype), self.scaler)
+            self._fsdp.is_known = True
             return take(self.parameters)
 
 
@@ -194,15 +283,24 @@ class WorldScope(Stream):
     def __init__(self, *args: Any, fsdp: Fsdp, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._fsdp, self._ranks = fsdp, fsdp.ranks
+        self._fsdp.begin()
 
     def fold(self, loss_fn: LossFn, microbatches: Cuts, final: bool) -> None:
         """Add the gradients of these micro-batches, each over all ranks."""
+        self._ranks.describe(self.tally.policy, self.scaler, self.parameters)
         self._ranks.agree(self.tally.step, len(microbatches), microbatches.sizes)
-        with self._fsdp.reducing():
+        with self._fsdp.sending(Sending("all")), self._fsdp.meeting(self.tally.step):
             super().fold(loss_fn, microbatches, final)
+
+    def finish(self) -> Gradients:
+        """Return the weighted sum, if all ranks have used the same parts of the model."""
+        self._ranks.agree(self.tally.step, len(self.tally))
+        self._fsdp.is_known = True
+        return super().finish()
 
     def norm(self, gradients: Gradients) -> Tensor:
         """Return the norm over the shards of all ranks."""
+        self._fsdp.note_unused(self.parameters, gradients)
         square = super().norm(gradients).square()
         dist.all_reduce(square, group=self._ranks.group)
         return square.sqrt()
@@ -226,6 +324,20 @@ def _mesh(model: nn.Module) -> Any:
             "parallelism), which is not supported: use a mesh of one dimension."
         )
     return meshes.pop()
+
+
+def _refuse_frozen_whole(groups: list[Any]) -> None:
+    """Refuse parameters that were frozen while they were whole: their shards do not know of it."""
+    for group in groups:
+        if not group.is_unsharded:
+            continue
+        for each in group.fsdp_params:
+            if each._unsharded_param.requires_grad != each.sharded_param.requires_grad:
+                raise RuntimeError(
+                    f"requires_grad of parameter {each._param_fqn!r} was changed while the "
+                    "parameter was whole, after an evaluation, and FSDP would forget it with the "
+                    "next backward pass. Call reshard() on every FSDPModule of the model first."
+                )
 
 
 def _groups(module: FSDPModule) -> list[Any]:

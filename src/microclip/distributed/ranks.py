@@ -9,17 +9,28 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import zip_longest
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.amp import GradScaler
 
 from microclip import multitensor
+from microclip.distributed.agreement import Agreement, DisagreementError, digest_of, tell
 from microclip.distributed.domains import key
 from microclip.engines.gradients import Gradients
 
+if TYPE_CHECKING:
+    from microclip.engines.tally import Policy
+
 BUCKET = 25 * 2**20  # bytes, as large as those of DistributedDataParallel
-HEADER = 2  # step, number of micro-batches
+# of a message: step, what for, micro-batches, their examples, their order; digests of settings and
+# of the parts of a sharded model that were used
+HEADER = 7
+# what for: to hear all norms (by domain), before a fold, before a part of a sharded model is sent
+FINISH, FINISH_DOMAINS, FOLD, PART = range(4)
 
 
 class OutOfStepError(RuntimeError):
@@ -70,8 +81,18 @@ class Ranks:
         self.device = device
         self.rank = dist.get_rank(group)
         self.count = dist.get_world_size(group)
+        self.parts: list[str] = []  # of a sharded model, by number
+        self.used: list[str] = []  # in this step, one after the other
+        self._agreement = Agreement()
         self._unread: Tensor | None = None
         self._capacity = 0  # micro-batches that a message has room for, on every rank alike
+
+    def describe(
+        self, policy: Policy, scaler: GradScaler | None, parameters: dict[str, nn.Parameter]
+    ) -> None:
+        """Say what this rank is about to do; the next message makes sure that all do the same."""
+        if self.count > 1:
+            self._agreement.describe(policy, scaler, parameters)
 
     def exchange(
         self, step: int, norms: Tensor, sizes: Sequence[int], domains: Sequence[Hashable]
@@ -82,11 +103,13 @@ class Ranks:
         rows[1] = torch.tensor(sizes, device=self.device)
         rows[2] = torch.tensor([key(domain) for domain in domains], device=self.device)
         labelled = any(domain is not None for domain in domains)  # a label may be 0
-        if not multitensor.on_host(rows) and not labelled and len(sizes) <= self._capacity:
+        purpose = FINISH_DOMAINS if labelled else FINISH
+        unread = not multitensor.on_host(rows) and not self.used
+        if unread and not labelled and 0 < len(sizes) <= self._capacity:
             return self._exchange_unread(step, rows)
         while True:
-            heard = self._gather(step, rows)
-            counts = self._check(heard[:, :HEADER])
+            heard = self._gather(step, purpose, rows)
+            counts = self._check(heard[:, :HEADER], unread)
             if max(counts) <= self._capacity:
                 break
             self._capacity = max(counts)  # everybody heard the same, and asks again
@@ -104,17 +127,21 @@ class Ranks:
         step is read one step later, when it costs nothing.
         """
         if self._unread is not None:
-            self._check(self._unread)
-        heard = self._gather(step, rows)
+            self._check(self._unread, unread=True)
+        heard = self._gather(step, FINISH, rows)
         self._unread = heard[:, :HEADER]
         table = heard[:, HEADER:].view(self.count, 3, self._capacity)
         starts = [rank * self._capacity for rank in range(self.count)]
         mine = range(starts[self.rank], starts[self.rank] + rows.shape[1])
         return Everyone(table[:, 0].flatten(), table[:, 1].flatten(), [], starts, mine)
 
-    def _check(self, headers: Tensor) -> list[int]:
-        """Make sure that all ranks are at one step; return how many micro-batches they have."""
-        steps, counts = (column.tolist() for column in headers.long().unbind(1))
+    def _check(self, headers: Tensor, unread: bool = False) -> list[int]:
+        """Make sure that all ranks do the same; return how many micro-batches they have.
+
+        `unread`: some of them may not look at it now, and take all for one domain.
+        """
+        columns = (column.tolist() for column in headers.long().unbind(1))
+        steps, purposes, counts, examples, order, digests, used = columns
         if len(set(steps)) > 1:
             where = ", ".join(f"rank {rank}: step {step}" for rank, step in enumerate(steps))
             raise OutOfStepError(
@@ -122,28 +149,79 @@ class Ranks:
                 "finish() once per optimizer step, also one without examples, and load the same "
                 "checkpoint."
             )
+        if len(set(digests)) > 1:
+            with self._answered(steps[0]):
+                error = self._agreement.settle(self.group, self.device)
+            if error is not None:
+                raise error
+        if PART in purposes and len(set(zip(purposes, counts, examples, strict=True))) > 1:
+            rows = zip(purposes, counts, examples, strict=True)
+            parts = [self._part(n, size) if p == PART else "" for p, n, size in rows]
+            raise self._different_parts(steps[0], parts)
+        if len(set(used)) > 1:
+            with self._answered(steps[0]):
+                heard = tell(self.used, self.group, self.device)
+            place = next(i for i, row in enumerate(zip_longest(*heard)) if len(set(row)) > 1)
+            raise self._different_parts(
+                steps[0], [(*row, *[""] * (place + 1))[place] for row in heard]
+            )
+        unlabelled = [r for r, n in enumerate(counts) if n and purposes[r] == FINISH]
+        if unread and unlabelled and FINISH_DOMAINS in purposes:
+            raise OutOfStepError(
+                f"In step {steps[0]} rank {purposes.index(FINISH_DOMAINS)} gave domains, and rank "
+                f"{unlabelled[0]} did not. Give them on every rank, or on none."
+            )
+        if FOLD not in purposes:
+            return counts
+        if len(set(zip(purposes, counts, examples, order, strict=True))) > 1:
+            raise OutOfStepError(
+                f"Step {steps[0]}: all ranks must have as many micro-batches"
+                + (" of the same sizes" if any(examples) else "")
+                + f", but they have {counts}"
+                + (f", with {examples} examples" if any(examples) else "")
+                + self._finished(purposes)
+                + ". They wait for each other in each of them, since the model is sharded or the "
+                "loss communicates. Drop or fill up the last batch of an epoch (drop_last=True)."
+            )
         return counts
+
+    def _different_parts(self, step: int, where: list[str]) -> DisagreementError:
+        shown = ", ".join(f"rank {r}: {each or 'nothing more'}" for r, each in enumerate(where))
+        return DisagreementError(
+            f"Step {step}: the ranks use different parts of the sharded model in the same "
+            f"micro-batch ({shown}), so they would mix up what they send to each other. Let every "
+            "rank use every layer, if only with a factor of 0. For parameters that have no "
+            "gradient on some ranks, model.set_reduce_scatter_unused_params(True) will do."
+        )
+
+    def _part(self, number: int, size: int) -> str:
+        return self.parts[number] + (f" with {size} numbers" if size else "")
+
+    def meet(self, step: int, part: int, size: int = 0) -> None:
+        """Make sure that all ranks are about to send the same part of a sharded model."""
+        nothing = torch.zeros(3, 0, dtype=multitensor.widest(self.device), device=self.device)
+        self._check(self._gather(step, PART, nothing, (part, size, 0))[:, :HEADER])
+
+    def _finished(self, purposes: list[int]) -> str:
+        """Return which ranks expect no more micro-batches, in words."""
+        done = [str(rank) for rank, purpose in enumerate(purposes) if purpose != FOLD]
+        return f" (rank {', '.join(done)} has no more to come)" if done else ""
 
     def agree(self, step: int, count: int, sizes: Sequence[int] = ()) -> None:
         """Make sure that all ranks are about to do the same, before they wait for each other."""
         weighted = sum(place * size for place, size in enumerate(sizes, 1))  # tells orders apart
-        message = torch.tensor([count, sum(sizes), weighted], device=self.device)
-        heard = message.new_empty(self.count, len(message))
-        with self._answered(step):
-            dist.all_gather(list(heard.unbind()), message, group=self.group)
-        if not bool((heard == message).all()):
-            raise OutOfStepError(
-                f"Step {step}: all ranks of a sharded model must have as many micro-batches"
-                + (" of the same sizes" if sizes else "")
-                + f", but they have {heard[:, 0].tolist()}"
-                + (f", with {heard[:, 1].tolist()} examples" if sizes else "")
-                + ". Drop or fill up the last batch of an epoch (drop_last=True)."
-            )
+        nothing = torch.zeros(3, 0, dtype=multitensor.widest(self.device), device=self.device)
+        heard = self._gather(step, FOLD, nothing, (count, sum(sizes), weighted))
+        self._check(heard[:, :HEADER])
 
-    def _gather(self, step: int, rows: Tensor) -> Tensor:
+    def _gather(
+        self, step: int, purpose: int, rows: Tensor, numbers: tuple[int, int, int] | None = None
+    ) -> Tensor:
         count = rows.shape[1]
         message = rows.new_zeros(HEADER + 3 * self._capacity)
-        message[:HEADER] = torch.tensor([step, count], dtype=rows.dtype)
+        used = digest_of(self.used) if self.used and purpose != PART else 0
+        header = [step, purpose, *(numbers or (count, 0, 0)), self._agreement.digest, used]
+        message[:HEADER] = torch.tensor(header, dtype=rows.dtype)
         if count <= self._capacity:
             message[HEADER:].view(3, -1)[:, :count] = rows
         heard = message.new_empty(self.count, len(message))
