@@ -21,6 +21,8 @@ from microclip.microbatches import cut
 import reference
 
 COUNT = 22  # examples: on two ranks, the last window is shorter than the others
+SCOPES = ("rank", "world")
+REFUSED = ("unprepared", "unwrapped", "join")
 Step = tuple[list[list[int]], list[torch.Tensor]]
 
 
@@ -102,38 +104,46 @@ def each(
 
 
 def accelerate(
-    world: int, size: int, steps: int, b: int | None, precision: str, sharded: str
+    world: int, size: int, steps: int, b: int | None, precision: str, how: str
 ) -> list[Step]:
-    """`sharded`: "", or the scope of micro-batches of a model sharded by Accelerate's plugin."""
+    """`how`: "rank" and "world" are scopes of a model that Accelerate's plugin shards."""
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
     from accelerate.state import AcceleratorState, GradientState
-    from accelerate.utils import DistributedType
+    from accelerate.utils import DistributedType, GradientAccumulationPlugin
 
     from microclip.integrations.accelerate import AcceleratedClipper
 
     AcceleratorState._reset_state(True)
     GradientState._reset_state()
+    windows = GradientAccumulationPlugin(steps, sync_each_batch=how == "sync_each_batch")
     accelerator = Accelerator(
-        cpu=True, gradient_accumulation_steps=steps, mixed_precision=precision
+        cpu=True, gradient_accumulation_plugin=windows, mixed_precision=precision
     )
-    if sharded:  # Accelerate offers its plugin on accelerators only; what it does works on a CPU
+    if (
+        how in SCOPES
+    ):  # Accelerate offers its plugin on accelerators only; what it does works on a CPU
         plugin = FullyShardedDataParallelPlugin(fsdp_version=2, cpu_ram_efficient_loading=False)
         if precision != "no":
             plugin.set_mixed_precision(precision)
         AcceleratorState._shared_state["distributed_type"] = DistributedType.FSDP
         AcceleratorState._shared_state["fsdp_plugin"] = plugin
-    model = network()
+    model = bare = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     model, optimizer, loader = accelerator.prepare(
         model, optimizer, DataLoader(Rows(), batch_size=size)
     )
-    options = {"scope": sharded} if sharded else {}
+    if how in REFUSED:
+        return [([], [_refusal(accelerator, bare, model, next(iter(loader)), how)])]
+    options = {"scope": how} if how in SCOPES else {}
     clipper = AcceleratedClipper(accelerator, model, b, **options)
     found: list[Step] = []
     rows: list[list[int]] = []
     for batch in loader:
         with accelerator.accumulate(model):
             rows.append(batch[2].tolist())
+            if how in SCOPES:  # which leaves the parameters of a sharded model whole
+                with torch.no_grad():
+                    model(batch[0])
             outcome = clipper.backward(lambda batch: loss(model, batch), batch)
             assert (outcome is not None) == accelerator.sync_gradients
             if accelerator.sync_gradients:
@@ -145,7 +155,25 @@ def accelerate(
     return found
 
 
-def lightning(world: int, folder: str, steps: int, precision: str) -> list[Step]:
+def _refusal(accelerator: Any, bare: Any, model: Any, batch: Any, how: str) -> Any:
+    """Return what is said about a loop that would leave ranks apart, or waiting."""
+    from torch.distributed.algorithms import Join  # what Accelerate uses, on GPUs only
+
+    from microclip.integrations.accelerate import AcceleratedClipper
+
+    given = {"unprepared": network(), "unwrapped": bare}.get(how, model)
+    try:
+        clipper = AcceleratedClipper(accelerator, given, 2)
+        with Join([model]):
+            clipper.backward(lambda batch: loss(given, batch), batch)
+    except (ValueError, NotImplementedError) as error:
+        return str(error)
+
+
+def lightning(
+    world: int, folder: str, steps: int, precision: str, size: int, b: int | None, skip: int
+) -> list[Step]:
+    """`skip`: the row of which training_step wants to know nothing; -1 for none."""
     warnings.simplefilter("ignore")
     import lightning.pytorch as pl
     from lightning.pytorch.strategies import DDPStrategy
@@ -168,7 +196,9 @@ def lightning(world: int, folder: str, steps: int, precision: str) -> list[Step]
             super().__init__()
             self.net = network()
 
-        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor | None:
+            if skip in batch[2]:
+                return None
             rows.append(batch[2].tolist())
             return loss(self.net, batch)
 
@@ -178,10 +208,11 @@ def lightning(world: int, folder: str, steps: int, precision: str) -> list[Step]
     trainer = pl.Trainer(
         accelerator="cpu", devices=world, strategy=DDPStrategy(process_group_backend="gloo"),
         logger=False, enable_progress_bar=False, enable_model_summary=False, max_epochs=1,
-        enable_checkpointing=False, callbacks=[MicrobatchClip()], default_root_dir=folder,
+        enable_checkpointing=False, callbacks=[MicrobatchClip(microbatch_size=b)],
+        default_root_dir=folder,
         accumulate_grad_batches=steps, precision=precision, gradient_clip_val=100.0,
     )  # fmt: skip
-    trainer.fit(Model(), DataLoader(Rows(), batch_size=2))
+    trainer.fit(Model(), DataLoader(Rows(), batch_size=size))
     return found
 
 

@@ -1,13 +1,11 @@
 """Lightning's Trainer, the real one: the callback clips windows as the twin does."""
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.fabric import Fabric
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import DeepSpeedStrategy
-from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -16,52 +14,7 @@ from microclip.integrations.lightning import MicrobatchClip
 
 import properties
 import reference
-
-COUNT = 22
-
-
-class Watched(torch.optim.SGD):
-    """Keeps the gradients that it is given, after all that Lightning does to them."""
-
-    def __init__(self, model, lr):
-        super().__init__(model.parameters(), lr=lr)
-        self.model = model
-
-    def step(self, closure=None):
-        loss = None if closure is None else closure()  # with scaled losses it has been called
-        self.model.seen.append([p.grad.clone() for p in self.model.parameters()])
-        super().step()
-        return loss
-
-
-class Model(pl.LightningModule):
-    def __init__(self, lr=0.0):
-        super().__init__()
-        torch.manual_seed(0)
-        self.net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
-        self.lr, self.seen = lr, []
-
-    def training_step(self, batch, batch_idx):
-        return F.cross_entropy(self.net(batch[0]), batch[1])
-
-    def configure_optimizers(self):
-        return Watched(self, lr=self.lr)
-
-
-def data():
-    generator = torch.Generator().manual_seed(1)
-    x = torch.randn(COUNT, 4, generator=generator)
-    return x, torch.randint(0, 3, (COUNT,), generator=generator)
-
-
-def trainer(folder, callbacks, **options):
-    defaults = {"max_epochs": 1, "accumulate_grad_batches": 4, "enable_checkpointing": False}
-    options = {**defaults, **options}
-    return pl.Trainer(
-        accelerator="cpu", devices=1, logger=False, enable_progress_bar=False,
-        enable_model_summary=False, callbacks=callbacks,
-        default_root_dir=folder, **options,
-    )  # fmt: skip
+from lightning_runs import COUNT, Model, data, trainer
 
 
 class Resumable(DataLoader):

@@ -1,5 +1,7 @@
 """transformers, Accelerate and Lightning on two real ranks: as one process with all examples."""
 
+import re
+
 import pytest
 import torch
 
@@ -14,11 +16,21 @@ ACCELERATE = [  # what the model sees at once, times per step, b, precision, sco
     *[(4, 1, 2, "no", ""), (2, 2, None, "no", ""), (3, 2, 2, "no", ""), (4, 1, 2, "bf16", "")],
     *[(4, 1, 2, "no", scope) for scope in ("rank", "world")],
     *[(2, 2, 2, "no", scope) for scope in ("rank", "world")],
+    (2, 2, 2, "no", "sync_each_batch"),
 ]
+REFUSED = {
+    (4, 1, 2, "no", "unprepared"): "2 processes, but Sequential is neither wrapped in Distributed",
+    (4, 1, 2, "no", "unwrapped"): "Give AcceleratedClipper what accelerator.prepare.model. returns",
+    (4, 1, 2, "no", "join"): "Inside accelerator.join_uneven_inputs .* even_batches=True",
+}
 TRANSFORMERS = [  # what the model sees at once, times per step, b, whether bf16
     *[(4, 1, 2, False), (2, 2, None, False), (2, 2, 4, False), (2, 2, 3, False), (4, 1, 2, True)],
 ]
-LIGHTNING = [(1, "32-true"), (2, "32-true"), (2, "bf16-mixed")]  # batches per step, precision
+LIGHTNING = [  # batches per step, precision, what a batch holds, b, a row to skip
+    *[(1, "32-true", 2, None, -1), (2, "32-true", 2, None, -1), (2, "bf16-mixed", 2, None, -1)],
+    *[(1, "32-true", 4, 2, -1), (2, "32-true", 4, 3, -1), (1, "bf16-mixed", 4, 2, -1)],
+    *[(1, "32-true", 4, 2, 0), (2, "32-true", 4, 1, 21)],
+]
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +80,7 @@ def over_ranks(rows, b):
 def test_accelerate(results, case):
     """Within a window Accelerate tells FSDP not to reduce; the clipper needs it to."""
     size, times, b, precision, scope = case
-    found = results(cells.accelerate, case, ACCELERATE)
+    found = results(cells.accelerate, case, [*ACCELERATE, *REFUSED])
     wanted = wanted_of(cells.network(), b)
     if scope == "world":
         whole = wanted_of(cells.network(), None)
@@ -77,11 +89,17 @@ def test_accelerate(results, case):
     assert_steps_equal_the_twin(found, steps, wanted, TOLERANCE[precision])
 
 
+@pytest.mark.parametrize("case", REFUSED, ids=str)
+def test_accelerate_refuses_what_would_leave_ranks_apart(results, case):
+    for [(_, [message])] in results(cells.accelerate, case, [*ACCELERATE, *REFUSED]):
+        assert re.search(REFUSED[case], message)
+
+
 @pytest.mark.parametrize("case", LIGHTNING, ids=str)
 def test_lightning(results, case):
-    times, precision = case
+    times, precision, size, *_ = case
     found = results(cells.lightning, case, LIGHTNING, "folder")
-    steps = -(-cells.COUNT // (WORLD * 2 * times))
+    steps = -(-cells.COUNT // (WORLD * size * times))
     wanted = wanted_of(cells.network(), None)
     assert_steps_equal_the_twin(found, steps, wanted, TOLERANCE[precision])
 

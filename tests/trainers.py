@@ -1,12 +1,18 @@
 """The Trainer of transformers at work on tiny models: shared by its tests."""
 
+import gc
+
 import torch
 from torch.utils.data import SequentialSampler
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     Seq2SeqTrainingArguments,
     T5Config,
     T5ForConditionalGeneration,
@@ -23,6 +29,10 @@ from microclip.integrations.transformers import ClippedSeq2SeqTrainer, ClippedTr
 from microclip.microbatches import cut
 
 import reference
+
+# Every train() collects garbage, which takes longer than these models do: not what was imported.
+gc.collect()
+gc.freeze()
 
 COUNT = 22  # examples: with 8 in a step, the last step has 6
 
@@ -74,6 +84,25 @@ def ctc():
         feat_proj_dropout=0.0, final_dropout=0.0, conformer_conv_dropout=0.0,
     )  # fmt: skip
     return Wav2Vec2BertForCTC(config)
+
+
+def mixtral(**more):
+    torch.manual_seed(0)
+    config = MixtralConfig(
+        vocab_size=17, hidden_size=8, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, intermediate_size=16, max_position_embeddings=8,
+        num_local_experts=4, num_experts_per_tok=2, **more,
+    )  # fmt: skip
+    return MixtralForCausalLM(config)
+
+
+def gpt2():
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=17, n_embd=8, n_layer=1, n_head=2, n_positions=8, resid_pdrop=0.0,
+        embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    return GPT2LMHeadModel(config)
 
 
 def examples(kind):

@@ -1,24 +1,29 @@
 """The losses of single examples, where a model of transformers gives their mean.
 
 A single pass needs one loss per example. For classifiers, language models and CTC they follow from
-the logits. Whether their mean is what the model itself says is tried out on a batch now and then,
-so a model with a loss of its own is streamed, and never trained on another one.
+the logits. That is done only where the loss is transformers' own (`stock`), and only if it has the
+value and the gradient of what the Trainer would train on (`loss_check`): tried on the first batch,
+the 2nd, 4th, 8th ... and whenever model, settings or inputs change. Anything else is streamed.
 """
 
 from __future__ import annotations
 
 import logging
+import warnings
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from microclip.integrations.loss_check import Passes
+from microclip.integrations.stock import loss_state, why_unknown
 from microclip.microbatches import Domains, cut
 
 IGNORED = -100  # a label that transformers' losses leave out
+VALUES_ALONE = 8  # from this batch on, checks compare losses and leave out their gradients
 SHARE = "microclip_share"  # goes with the examples of a batch, wherever they are cut
-TOLERANCE, HALF_TOLERANCE = 1e-5, 1e-2  # of a loss in 32 bits, and in 16
 
 logger = logging.getLogger("microclip")
 
@@ -97,19 +102,6 @@ class ExampleLosses:
 
     def __init__(self, kind: Kind) -> None:
         self.kind = kind
-        self._seen = 0
-
-    @classmethod
-    def find(cls, trainer: Any, model: Any, inputs: dict[str, Any]) -> ExampleLosses | None:
-        """Return them, if the loss that a Trainer asks of a model is of a known kind."""
-        labels = inputs.get("labels")
-        own_loss = trainer.compute_loss_func is not None or trainer.label_smoother is not None
-        sharded = any(hasattr(parameter, "device_mesh") for parameter in model.parameters())
-        if own_loss or sharded or not isinstance(labels, Tensor) or labels.is_floating_point():
-            return None
-        if hasattr(getattr(model, "config", None), "ctc_loss_reduction") and labels.dim() == 2:
-            return cls(Ctc(model)) if type(model).__name__.endswith("ForCTC") else None
-        return cls(Labels(shifted=trainer._loss_shifts_labels and labels.dim() == 2))
 
     def share(self, inputs: dict[str, Any], b: int | None, domains: Domains | None) -> None:
         """Put into a batch what each example's sum is multiplied with, as micro-batches are cut.
@@ -133,30 +125,104 @@ class ExampleLosses:
         outputs = model(**_without_labels(model, inputs))
         return self.kind.sums(outputs, inputs) * shares
 
-    @torch.no_grad()
-    def agree(self, model: nn.Module, inputs: dict[str, Any]) -> bool:
-        """Whether the model says so too; asked at the 1st, 2nd, 4th, 8th ... batch.
 
-        Not only at the first: a head of zeros makes many losses equal.
-        """
+class ExampleLossFinder:
+    """Finds out, and keeps an eye on, how a Trainer's loss follows from its examples' losses."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+        self.reason = ""  # why there are none
+        self._found: ExampleLosses | None = None
+        self._state: tuple[Any, ...] | None = None  # what they were found for
+        self._settled = False  # a check has told yes or no
+        self._seen = 0
+
+    def find(self, model: nn.Module, inputs: dict[str, Any]) -> ExampleLosses | None:
+        """Return the losses of single examples, if their mean is what the Trainer trains on."""
+        inner = self.trainer.accelerator.unwrap_model(model, keep_torch_compile=False)
+        unknown = why_unknown(self.trainer, model, inner, inputs)
+        if unknown is not None:
+            self._state = None
+            self._give_up(unknown)
+            return None
+        state = loss_state(inner, inputs)
+        if not _equal(state, self._state):
+            self._found, self._settled, self._seen = None, False, 0
         self._seen += 1
-        if self._seen & (self._seen - 1):
-            return True
-        training = [module for module in model.modules() if module.training]
-        model.eval()  # what is drawn at random would differ
+        if not self._settled or (self._found and not self._seen & (self._seen - 1)):
+            self._check(inner, inputs)
+            state = loss_state(inner, inputs)  # a first pass may settle what was left open
+        self._state = state
+        return self._found
+
+    def _check(self, inner: nn.Module, inputs: dict[str, Any]) -> None:
+        by_gradient = self._found is None or self._seen < VALUES_ALONE
         try:
-            given = model(**inputs)["loss"]
-            tolerance = HALF_TOLERANCE if given.element_size() == 2 else TOLERANCE
-            probe = dict(inputs)
-            self.share(probe, None, None)
-            found = self(model, probe).mean()
-            return bool(torch.isclose(found, given.float(), rtol=tolerance, equal_nan=True))
-        except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
-            logger.info("The losses of single examples could not be had: %s", error)
-            return False
-        finally:
-            for module in training:
-                module.training = True
+            passes = Passes(self.trainer, inner)
+            theirs = passes.of(partial(passes.stock_loss, inputs), by_gradient)
+        except Exception as error:  # the step itself will say what is wrong
+            self._settle(None, f"the Trainer's own loss could not be had: {error}")
+            return
+        if not theirs.is_finite:  # another batch may tell
+            return
+        if passes.extra_losses:
+            self._settle(None, f"the model adds {passes.extra_losses[0]!r} to its loss")
+            return
+        reason = "their mean is another loss than the Trainer trains on"
+        for kind in [self._found.kind] if self._found else self._kinds(inner, inputs):
+            each = ExampleLosses(kind)
+            try:
+                ours = passes.of(partial(_mean, each, inner, inputs), by_gradient, theirs.loss)
+            except Exception as error:  # logits and labels of other shapes, most often
+                reason = f"they do not follow from the logits: {error}"
+                continue
+            if ours.is_same(theirs, passes.bits):
+                self._settle(each, "")
+                return
+        self._settle(None, reason)
+
+    def _settle(self, found: ExampleLosses | None, reason: str) -> None:
+        if found is None and self._found is not None:
+            warnings.warn(
+                f"Since an earlier batch something has changed: {reason}. The losses of single "
+                "examples are not used any more, but some steps since the last check may have been "
+                "taken on another loss than the Trainer's.",
+                RuntimeWarning,
+                stacklevel=8,
+            )
+        self._settled = True
+        if found is None:
+            self._give_up(reason)
+        self._found = found
+
+    def _give_up(self, reason: str) -> None:
+        self._found = None
+        if reason != self.reason:
+            logger.info("There are no losses of single examples: %s.", reason)
+        self.reason = reason
+
+    def _kinds(self, model: Any, inputs: dict[str, Any]) -> list[Kind]:
+        """Return what the loss may be; a check tells which one it is."""
+        if inputs["labels"].dim() == 1:
+            return [Labels(shifted=False)]
+        if hasattr(getattr(model, "config", None), "ctc_loss_reduction"):
+            return [Ctc(model)] if type(model).__name__.endswith("ForCTC") else []
+        # the Trainer knows by the name of a model's class whether it shifts labels, but not of all
+        likely = bool(getattr(self.trainer, "_loss_shifts_labels", False))
+        return [Labels(shifted=likely), Labels(shifted=not likely)]
+
+
+def _mean(each: ExampleLosses, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
+    inputs = dict(inputs)
+    each.share(inputs, None, None)
+    return each(model, inputs).mean()
+
+
+def _equal(one: Any, other: Any) -> bool:
+    try:
+        return bool(one == other)
+    except (RuntimeError, ValueError):  # a tensor or an array among the settings
+        return False
 
 
 def _without_labels(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
@@ -167,3 +233,27 @@ def _without_labels(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
     if shift is not None and "decoder_input_ids" not in rest:
         rest["decoder_input_ids"] = shift(labels=inputs["labels"])
     return rest
+
+
+def has_gaps(inputs: dict[str, Any]) -> bool:
+    """Whether some example has no label that counts, so that a micro-batch may have none."""
+    labels = inputs.get("labels")
+    if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.dim() == 0:
+        return False
+    if any("label" in name for name in inputs if name != "labels"):
+        return False
+    return not bool(_counting(labels).any(1).all())
+
+
+def zero_for_nothing(loss: Tensor, labels: Tensor, model: nn.Module) -> Tensor:
+    """Return a micro-batch's loss, or 0 if no label counts: a mean over nothing is not a number."""
+    if bool(_counting(labels).any()) or bool(loss.isfinite().all()):
+        return loss
+    zeros = [parameter.sum() * 0.0 for parameter in model.parameters() if parameter.requires_grad]
+    return torch.stack([zero.to(loss.device, loss.dtype) for zero in zeros]).sum()
+
+
+def _counting(labels: Tensor) -> Tensor:
+    # a text's first label is one that no token predicts, or its loss is finite
+    labels = labels[:, 1:] if labels.dim() == 2 else labels
+    return (labels != IGNORED).reshape(len(labels), -1)

@@ -13,30 +13,47 @@ For a Trainer of your own: `class MyClippedTrainer(ClippedTrainerMixin, MyTraine
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import IterableDataset
 
 from microclip.clipper import Clipper
 from microclip.engines.choose import EngineName, Scope
 from microclip.engines.losses import LossFn, backward
-from microclip.integrations.example_losses import ExampleLosses
 from microclip.integrations.metrics import metrics
-from microclip.microbatches import Ids, check_size, count_examples, cut
+from microclip.microbatches import check_size, count_examples
 from microclip.outcome import Outcome
 from microclip.rules import Nonfinite, Rule
 
 try:
-    from accelerate.utils import DistributedType
+    import accelerate  # noqa: F401
     from transformers import Seq2SeqTrainer, Trainer
 except ImportError as error:
     raise ImportError(
         "microclip.integrations.transformers needs transformers and accelerate: "
         "pip install 'microclip[hf]'"
     ) from error
+
+from microclip.integrations.candidates import of_kind
+from microclip.integrations.columns import EXAMPLES, ColumnCollator, check_column, named_in, read
+from microclip.integrations.denominators import Denominators
+from microclip.integrations.example_losses import ExampleLossFinder, has_gaps, zero_for_nothing
+from microclip.integrations.growing import GrowingMicrobatch
+from microclip.integrations.refusals import (
+    OnlyClipped,
+    check_order,
+    packed_message,
+    refuse_early_use,
+    refuse_shards,
+)
 
 if TYPE_CHECKING:
     from microclip.ledger import Ledger
@@ -59,6 +76,10 @@ class ClippedTrainerMixin:
         id_column: A column of the data set with the examples' names.
     """
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        check_order(cls, ClippedTrainerMixin)
+
     def __init__(
         self,
         *args: Any,
@@ -76,25 +97,19 @@ class ClippedTrainerMixin:
         self._options: dict[str, Any] = {"rule": rule, "engine": engine, "nonfinite": nonfinite}
         self._options |= {"scope": scope, "ledger": ledger}
         self._columns = {"domains": domain_column, "ids": id_column}
+        self._fresh_rule = None if rule is None else deepcopy(rule.state_dict())
         self.clipper: Clipper | None = None  # made with the first batch, for the wrapped model
-        self._state: dict[str, Any] | None = None
-        # how the losses of single examples are had; None: not asked yet
-        self._each: ExampleLosses | Literal["unknown"] | None = None
-        self._waiting = 0  # examples of a micro-batch that is not complete
-        self._ids_waiting: tuple[Hashable, ...] = ()
-        self._items_waiting: Tensor | float = 0.0
-        self._loss_waiting: Tensor | float = 0.0
+        self._state: dict[str, Any] | None = None  # of a checkpoint, until the clipper has it
+        self._losses = ExampleLossFinder(self)
+        self._growing = GrowingMicrobatch(self._size or 1)
+        self._means: Denominators | None = None
+        self._means_for: tuple[Any, ...] = ()
+        self._folded = False  # something since the last optimizer step
+        self._clipped = False  # what is in `.grad`
         super().__init__(*args, **kwargs)
         trainer: Any = self
-        if trainer.accelerator.distributed_type == DistributedType.DEEPSPEED:
-            raise NotImplementedError(
-                "DeepSpeed reduces gradients before they can be clipped. Use DDP or FSDP2."
-            )
-        if trainer.args.n_gpu > 1:
-            raise NotImplementedError(
-                "nn.DataParallel mixes the gradients of its GPUs. Start with torchrun, which gives "
-                "each GPU a process of its own."
-            )
+        refuse_early_use(trainer)
+        trainer.add_callback(OnlyClipped(self))
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train; what a ledger has recorded is on disk afterwards, however it ends."""
@@ -103,6 +118,19 @@ class ClippedTrainerMixin:
         finally:
             if self._options["ledger"] is not None:
                 self._options["ledger"].flush()
+
+    def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """Start anew: what an interrupted training has left is no part of the next step.
+
+        Called by `train`, and again for every batch size that `auto_find_batch_size` tries.
+        """
+        self._state = None
+        self._losses, self._means = ExampleLossFinder(self), None
+        self._growing.drop()
+        self._folded = self._clipped = False
+        if self.clipper is not None:
+            self.clipper.discard()
+        return super()._inner_training_loop(*args, **kwargs)  # type: ignore[misc]
 
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None
@@ -117,124 +145,145 @@ class ClippedTrainerMixin:
         if hasattr(trainer.optimizer, "train") and callable(trainer.optimizer.train):
             trainer.optimizer.train()
         inputs = dict(trainer._prepare_inputs(inputs))
-        columns = {name: column for name, column in self._columns.items() if column}
-        labels = {name: inputs.pop(column, None) for name, column in columns.items()}
+        packed = inputs.pop(EXAMPLES, None)
+        labels = self._take_columns(inputs)
         clipper = self._clipper_of(model)
         # not by the size of this batch: the last one of an epoch is only shorter
         at_once = trainer._train_batch_size or trainer.args.train_batch_size
+        if trainer.accelerator.split_batches:
+            at_once //= trainer.accelerator.num_processes
         last = trainer.accelerator.sync_gradients
-        if self._size is not None and self._size > at_once:
-            self._add_parts(model, clipper, inputs, labels.get("ids"))
+        whole_step = last and trainer.current_gradient_accumulation_steps == 1 and not self._folded
+        if packed is not None and self._size not in (None, at_once):
+            raise NotImplementedError(packed_message(packed, inputs, self._size))
+        if packed is not None:
+            self._fold_packed(model, clipper, inputs, packed, labels)
+        elif self._size is not None and self._size > at_once:
+            self._grow(model, clipper, inputs, labels)
             if last:
-                self._fold_parts(clipper)
+                self._growing.fold(clipper)
         else:
             loss_fn = self._loss_fn(model, inputs, labels.get("domains"), at_once)
-            if last and trainer.current_gradient_accumulation_steps == 1:
+            if whole_step:
                 return self._logged(clipper.backward(loss_fn, inputs, **labels))
             clipper.fold(loss_fn, inputs, **labels)
+        self._folded = True
         return self._logged(clipper.finish() if last else None)
 
     def _logged(self, outcome: Outcome | None) -> Tensor:
         """Return what counts as a batch's loss: with the last batch of a step, all of it."""
         trainer: Any = self
+        if outcome is not None:
+            self._folded, self._clipped = False, True
         if outcome is None or outcome.loss is None:
             return torch.zeros((), device=trainer.args.device)
         return outcome.loss.to(trainer.args.device)
+
+    def _take_columns(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """Take domains and ids out of a batch, but for those that the model needs as well."""
+        trainer: Any = self
+        found = {}
+        for name, column in self._columns.items():
+            if column is None:
+                continue
+            check_column(column, list(inputs))
+            found[name] = read(inputs[column])
+        given = named_in(trainer.model.forward) if found else frozenset()
+        for column in {column for column in self._columns.values() if column} - given:
+            inputs.pop(column)
+        return found
 
     def _loss_fn(
         self, model: nn.Module, inputs: dict[str, Any], domains: Any, at_once: int
     ) -> LossFn:
         """Return what gives a micro-batch's loss, or its examples' if they can be had."""
         trainer: Any = self
-        each = self._losses_of_examples(model, inputs, at_once)
-        if each is not None:
-            each.share(inputs, self._size, domains)
+        each = None
+        if self._size is not None and self._size < at_once:  # else it is of no use
+            each = self._losses.find(model, inputs)
+            if each is not None:
+                each.share(inputs, self._size, domains)
+            elif self._options["engine"] == "fused":
+                raise NotImplementedError(
+                    'engine="fused" needs the losses of single examples, but '
+                    f'{self._losses.reason}. Use engine="auto".'
+                )
+        gaps = each is None and has_gaps(inputs)
 
         def loss_fn(batch: Any) -> Tensor:
+            if each is None:
+                labels = batch["labels"] if gaps else None
+                loss = self._loss(model, batch)
+                return loss if labels is None else zero_for_nothing(loss, labels, model)
             with trainer.compute_loss_context_manager():
-                if each is not None:
-                    return each(model, batch)
-                loss: Tensor = trainer.compute_loss(model, batch, num_items_in_batch=None)
-                return loss
+                return each(model, batch)
 
         return loss_fn
 
-    def _add_parts(
-        self, model: nn.Module, clipper: Clipper, inputs: dict[str, Any], ids: Ids | None
+    def _loss(self, model: nn.Module, batch: Any) -> Tensor:
+        """Return what the Trainer trains on."""
+        trainer: Any = self
+        with trainer.compute_loss_context_manager():
+            loss: Tensor = trainer.compute_loss(model, batch, num_items_in_batch=None)
+            return loss
+
+    def _fold_packed(
+        self,
+        model: nn.Module,
+        clipper: Clipper,
+        inputs: dict[str, Any],
+        examples: int,
+        labels: dict[str, Any],
+    ) -> None:
+        """Fold a batch without padding as one micro-batch, which counts by its examples."""
+        if "domains" in labels:
+            raise NotImplementedError(
+                f"The data collator made a batch without padding of {examples} examples, so they "
+                "cannot be told apart by domain. Use a collator that pads."
+            )
+        refuse_shards(model)
+        with clipper.local():
+            loss = self._loss(model, inputs)
+            backward(loss, clipper.grad_scaler)
+            clipper.fold(size=examples, loss=loss, ids=labels.get("ids"))
+
+    def _grow(
+        self, model: nn.Module, clipper: Clipper, inputs: dict[str, Any], labels: dict[str, Any]
     ) -> None:
         """Let a micro-batch grow over several batches, up to its size and no further."""
-        trainer: Any = self
-        assert self._size is not None
-        if self._columns["domains"]:
+        if "domains" in labels:
             raise ValueError(
                 f"With domains, a micro-batch must be part of a batch, but microbatch_size "
                 f"{self._size} is larger than the {count_examples(inputs)} examples that the model "
                 "sees at once."
             )
-        for part in cut(inputs, self._size - self._waiting, ids=ids):
-            items = self._items(part.batch, part.size)
-            with clipper.local():
-                with trainer.compute_loss_context_manager():
-                    loss = trainer.compute_loss(model, part.batch, num_items_in_batch=None)
-                backward(loss * items, clipper.grad_scaler)
-            self._waiting += part.size
-            self._ids_waiting += () if ids is None else part.ids
-            self._items_waiting += items
-            self._loss_waiting += loss.detach() * items
-            if self._waiting == self._size:
-                self._fold_parts(clipper)
+        refuse_shards(model)
+        means, loss_fn = self._means_of(model, inputs), partial(self._loss, model)
+        self._growing.add(clipper, inputs, labels.get("ids"), loss_fn, means)
 
-    def _fold_parts(self, clipper: Clipper) -> None:
-        """Fold what has grown; at the end of a step that may be a smaller micro-batch."""
-        if not self._waiting:
-            return
-        for parameter in clipper.model.parameters():
-            if parameter.grad is not None:
-                parameter.grad.div_(self._items_waiting)
-        loss = torch.as_tensor(self._loss_waiting / self._items_waiting)
-        with clipper.local():
-            clipper.fold(size=self._waiting, loss=loss, ids=self._ids_waiting or None)
-        self._waiting, self._items_waiting, self._loss_waiting = 0, 0.0, 0.0
-        self._ids_waiting = ()
-
-    def _items(self, inputs: Any, size: int) -> Tensor | float:
-        """Return what the model's mean loss is the mean over: labels that count, or examples."""
+    def _means_of(self, model: nn.Module, inputs: dict[str, Any]) -> Denominators:
+        """Return what the loss is the mean over: as it is known, else as it is measured."""
         trainer: Any = self
-        labels = inputs.get("labels")
-        if labels is None or labels.dim() < 2 or "CTC" in type(trainer.model).__name__:
-            return float(size)
-        if getattr(trainer, "_loss_shifts_labels", False):
-            labels = labels[..., 1:]
-        counted: Tensor = (labels != -100).sum()
-        return counted.to(torch.float32)
-
-    def _losses_of_examples(
-        self, model: nn.Module, inputs: dict[str, Any], at_once: int
-    ) -> ExampleLosses | None:
-        """Return how the examples' losses are had, if they are of use and follow from the model."""
-        trainer: Any = self
-        if self._size is None or self._size >= at_once or self._each == "unknown":
-            return None
-        inner = trainer.accelerator.unwrap_model(model)
-        if self._each is None:
-            overridden = type(self).compute_loss is not Trainer.compute_loss  # type: ignore[attr-defined]
-            found = None if overridden else ExampleLosses.find(trainer, inner, inputs)
-            self._each = found or "unknown"
-        if not isinstance(self._each, ExampleLosses):
-            return None
-        with trainer.compute_loss_context_manager():
-            if not self._each.agree(inner, inputs):
-                self._each = "unknown"
-                return None
-        return self._each
+        inner = trainer.accelerator.unwrap_model(model, keep_torch_compile=False)
+        each = self._losses.find(model, inputs)
+        functions = (trainer.compute_loss_func, vars(trainer).get("compute_loss"))
+        loss = (id(inner), each and each.kind, trainer.label_smoother, *functions)
+        if self._means is None or loss != self._means_for:
+            known = None if each is None else of_kind(each.kind, inputs)
+            self._means = Denominators(trainer, inner, known)
+            self._means_for = loss
+        return self._means
 
     def _clipper_of(self, model: nn.Module) -> Clipper:
-        if self.clipper is None or self.clipper.model is not model:
+        if self.clipper is not None and self.clipper.model is not model:
+            self._forget()  # what a rule remembers of one model is not true of another
+        if self.clipper is None:
             trainer: Any = self
             scaler = trainer.accelerator.scaler
             self.clipper = Clipper(model, self._size, grad_scaler=scaler, **self._options)
-            if self._state is not None:
-                self.clipper.load_state_dict(self._state)
+        if self._state is not None:
+            self.clipper.load_state_dict(self._state)
+            self._state = None
         return self.clipper
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
@@ -243,26 +292,79 @@ class ClippedTrainerMixin:
             logs = {**logs, **metrics(self.clipper.outcome)}
         super().log(logs, *args, **kwargs)  # type: ignore[misc]
 
-    def _set_signature_columns_if_needed(self) -> None:
-        super()._set_signature_columns_if_needed()  # type: ignore[misc]
+    def get_train_dataloader(self) -> Any:
+        """Return the Trainer's own, whose batches have the columns that were asked for."""
         trainer: Any = self
+        there = getattr(trainer.train_dataset, "column_names", None)
         for column in self._columns.values():
-            if column is not None and column not in trainer._signature_columns:
-                trainer._signature_columns.append(column)
+            if column is not None and isinstance(there, list):
+                check_column(column, there)
+        with self._collating_columns(show=True):
+            return super().get_train_dataloader()  # type: ignore[misc]
+
+    def get_eval_dataloader(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the Trainer's own, without these columns."""
+        with self._collating_columns(show=False):
+            return super().get_eval_dataloader(*args, **kwargs)  # type: ignore[misc]
+
+    def get_test_dataloader(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the Trainer's own, without these columns."""
+        with self._collating_columns(show=False):
+            return super().get_test_dataloader(*args, **kwargs)  # type: ignore[misc]
+
+    @contextmanager
+    def _collating_columns(self, show: bool) -> Iterator[None]:
+        """Inside the block, the Trainer's collator is one that looks after the columns."""
+        trainer: Any = self
+        columns = tuple(dict.fromkeys(column for column in self._columns.values() if column))
+        given = named_in(trainer.model.forward)
+        trainer._set_signature_columns_if_needed()
+        collator, signature = trainer.data_collator, trainer._signature_columns
+        source = inspect.unwrap(getattr(collator, "func", collator))
+        theirs = str(getattr(source, "__module__", "")).startswith("transformers.")
+        hide = trainer.args.remove_unused_columns or theirs
+        dispatch = trainer.accelerator.dispatch_batches
+        if dispatch is None:
+            dispatch = isinstance(trainer.train_dataset, IterableDataset)
+        sent = dispatch and trainer.accelerator.num_processes > 1
+        trainer.data_collator = ColumnCollator(
+            collator, columns, given, hide=hide, show=show, as_tensors=sent
+        )
+        trainer._signature_columns = [*signature, *(columns if show else ())]
+        try:
+            yield
+        finally:
+            trainer.data_collator, trainer._signature_columns = collator, signature
+
+    def _get_collator_with_removed_columns(self, data_collator: Any, *args: Any, **kw: Any) -> Any:
+        wrap = super()._get_collator_with_removed_columns  # type: ignore[misc]
+        if not isinstance(data_collator, ColumnCollator):
+            return wrap(data_collator, *args, **kw)
+        # the columns are read before any are removed, and can be named where one is missing
+        return data_collator.around(wrap(data_collator.collator, *args, **kw))
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
         trainer: Any = self
         if self.clipper is None:
             return
-        state = self.clipper.state_dict()  # of every rank, for each has a ledger to flush
+        if self._options["ledger"] is not None:  # of every rank, for each has its own
+            self._options["ledger"].flush()
         if trainer.args.should_save:
-            torch.save(state, Path(output_dir) / STATE)
+            torch.save(self.clipper.lasting_state(), Path(output_dir) / STATE)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
         if checkpoint is not None and (Path(checkpoint) / STATE).exists():
             self._state = torch.load(Path(checkpoint) / STATE)
+        elif checkpoint is not None:  # of a Trainer that did not clip: nothing is known from then
+            self._forget()
+
+    def _forget(self) -> None:
+        """Begin with a new clipper and a rule that remembers nothing."""
+        self.clipper = None
+        if self._fresh_rule is not None:
+            self._options["rule"].load_state_dict(deepcopy(self._fresh_rule))
 
 
 class ClippedTrainer(ClippedTrainerMixin, Trainer):
