@@ -120,16 +120,17 @@ def lightning(steps: int) -> list[float]:
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     import lightning.pytorch as pl
+    from lightning.pytorch.strategies import SingleDeviceStrategy
 
     from microclip.integrations.lightning import MicrobatchClip
+    from microclip.integrations.lightning_steps import Steps
 
     outer, inner, shares = Watch(), Watch(), []
     callback = MicrobatchClip()
-    outer.over(
-        callback, "on_train_batch_start", "on_before_backward", "on_after_backward",
-        "on_train_batch_end",
-    )  # fmt: skip
+    outer.over(callback, "on_train_batch_end")
+    outer.over(Steps, "training_step", "backward")
     inner.over(Clipper, "backward", "fold", "finish")
+    inner.over(SingleDeviceStrategy, "training_step", "backward")
 
     class Model(pl.LightningModule):
         def __init__(self) -> None:

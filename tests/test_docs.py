@@ -14,6 +14,7 @@ def name(page):
     return page.relative_to(ROOT).as_posix()
 
 
+@pytest.mark.filterwarnings("error::RuntimeWarning")
 @pytest.mark.parametrize(
     "page", [page for page in PAGES if BLOCK.search(page.read_text())], ids=name
 )
