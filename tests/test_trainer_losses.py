@@ -479,7 +479,7 @@ def test_it_is_noticed_when_a_check_fails_later(tmp_path, monkeypatch):
 
 
 def test_it_is_asked_again_but_seldom(tmp_path):
-    """Forward passes of each batch: the first two are checked, the third is not."""
+    """Forward passes of each batch: the 1st, 2nd, 4th and 8th are checked, the others are not."""
     hidden, at = Hidden(), []  # a list would be put back
 
     class Counting(Ordered):
@@ -488,10 +488,13 @@ def test_it_is_asked_again_but_seldom(tmp_path):
             return super()._prepare_inputs(inputs)
 
     run = trainer(
-        tmp_path, bert(), examples("bert"), kind=Counting, b=2, num_train_epochs=3, **AT_ONCE
-    )
+        *(tmp_path, bert(), examples("bert")[:16]), kind=Counting, b=2, num_train_epochs=5,
+        clip={"engine": "fused"},  # auto times engines, so its passes differ from run to run
+        **AT_ONCE,
+    )  # fmt: skip
     run.model.bert.register_forward_hook(lambda *args: hidden.calls.append(1))
     run.train()
     each = [after - before for before, after in pairwise(at)]
-    assert each[1] >= each[2] + 2
-    assert each[4] == each[5] == each[2]
+    checked, others = [each[k] for k in (0, 1, 3, 7)], [each[k] for k in (2, 4, 5, 6)]
+    assert len(set(others)) == 1
+    assert min(checked) >= others[0] + 2  # the Trainer's loss, and the mean of the examples'

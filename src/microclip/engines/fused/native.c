@@ -68,10 +68,14 @@ INLINE void products(
             for (int n = 0; n < ROWS; n++) out[m][n] += a[n][k] * b[m][k];
 }
 
-FAST static double of_microbatch(const Rows *left, const Rows *right, ptrdiff_t at, ptrdiff_t count) {
+/* Two sums: over all pairs, and of each row with itself (r = s) alone. */
+FAST static void of_microbatch(
+    const Rows *left, const Rows *right, ptrdiff_t at, ptrdiff_t count, double *all, double *own
+) {
     const float *l = left->start + at * left->microbatch;
     const float *r = right->start + at * right->microbatch;
     wide total = {0};
+    double diagonal = 0;
     for (ptrdiff_t i = 0; i < count; i += ROWS)
         for (ptrdiff_t j = 0; j < i + ROWS && j < count; j += COLUMNS) {
             quad lefts[COLUMNS], rights[COLUMNS];
@@ -83,21 +87,26 @@ FAST static double of_microbatch(const Rows *left, const Rows *right, ptrdiff_t 
                 if (j + m >= i || i + ROWS > count) { /* at an edge: no pair of rows but once */
                     for (int n = 0; n < ROWS; n++) {
                         if (i + n >= count || j + m > i + n) both[n] = 0;
-                        if (j + m == i + n) both[n] /= 2;
+                        if (j + m == i + n) {
+                            if (i + n < count) diagonal += both[n];
+                            both[n] /= 2;
+                        }
                     }
                 }
                 total += both;
             }
         }
-    return 2 * (total[0] + total[1] + total[2] + total[3]);
+    *all = 2 * (total[0] + total[1] + total[2] + total[3]);
+    *own = diagonal;
 }
 
-void microclip_pairs(
-    Rows left, Rows right, ptrdiff_t count, ptrdiff_t microbatches, double *out, int threads
+void microclip_pair_sums(
+    Rows left, Rows right, ptrdiff_t count, ptrdiff_t microbatches, double *all, double *own,
+    int threads
 ) {
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (ptrdiff_t at = 0; at < microbatches; at++)
-        out[at] = of_microbatch(&left, &right, at, count);
+        of_microbatch(&left, &right, at, count, all + at, own + at);
 }
 
 /* ---- a layer norm's gradients: of its scale sum_r d_r (x_r - mean_r) rstd_r, of its shift sum_r d_r ---- */
@@ -126,8 +135,7 @@ void microclip_layer_norm(
         );
 }
 
+int microclip_runs(void) { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
+
 /* With wider vectors than these, torch's own products gain more by them than by symmetry. */
-int microclip_pays(void) {
-    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-           !__builtin_cpu_supports("avx512f");
-}
+int microclip_pays(void) { return microclip_runs() && !__builtin_cpu_supports("avx512f"); }

@@ -3,7 +3,8 @@
 `hatch_build.py` makes it of `native.c` when the package is installed and a compiler is there. The
 products of all pairs of rows take 0.6 of the time there that they take torch, which calculates each
 pair twice, and sums for layer norms half. Where the library is missing or not made for the
-processor, torch does the work; MICROCLIP_C=0 asks for that.
+processor, torch does the work; MICROCLIP_C=0 asks for that, and MICROCLIP_C=1 for the library
+wherever it runs, even if torch is faster there.
 """
 
 from __future__ import annotations
@@ -33,17 +34,22 @@ class _Rows(ctypes.Structure):
 @cache
 def library() -> ctypes.CDLL | None:
     """Return the library if there is one and this processor gains by it."""
-    if os.environ.get("MICROCLIP_C") == "0" or not LIBRARY.exists():
+    wanted = os.environ.get("MICROCLIP_C")
+    if wanted == "0" or not LIBRARY.exists():
         return None
     size, address, count = ctypes.c_ssize_t, ctypes.c_void_p, ctypes.c_int
     try:
         found = ctypes.CDLL(str(LIBRARY))
-        found.microclip_pairs.argtypes = (_Rows, _Rows, size, size, address, count)
+        found.microclip_pair_sums.argtypes = (
+            *(_Rows, _Rows, size, size),
+            *(address, address, count),
+        )
         found.microclip_layer_norm.argtypes = (*[address] * 4, *[size] * 3, address, address, count)
     except (OSError, AttributeError):
         return None  # torch has loaded another OpenMP library, or this one was made of other code
-    found.microclip_pairs.restype = found.microclip_layer_norm.restype = None
-    return found if found.microclip_pays() else None
+    found.microclip_pair_sums.restype = found.microclip_layer_norm.restype = None
+    usable = found.microclip_runs() if wanted == "1" else found.microclip_pays()
+    return found if usable else None
 
 
 def knows(dtype: torch.dtype, device: torch.device) -> bool:
@@ -57,15 +63,19 @@ def pairs_up(left: Tensor, right: Tensor) -> bool:
     return alike and left.shape[1] <= MOST_ROWS and knows(left.dtype, left.device)
 
 
-def pairs(left: Tensor, right: Tensor) -> Tensor:
-    """Return sum_rs (left_r . left_s)(right_r . right_s) for every micro-batch, in float64."""
+def pairs(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+    """Return sum_rs (left_r . left_s)(right_r . right_s) for every micro-batch, in float64.
+
+    Beside it the part of it where r = s.
+    """
     found = library()
     assert found is not None
     microbatches, rows, _ = left.shape
-    out = torch.empty(microbatches, dtype=torch.float64)
+    out, own = torch.empty(2, microbatches, dtype=torch.float64).unbind()
     sides = [_Rows(side.data_ptr(), *side.stride()[:2], side.shape[2]) for side in (left, right)]
-    found.microclip_pairs(*sides, rows, microbatches, out.data_ptr(), torch.get_num_threads())
-    return out
+    addresses = out.data_ptr(), own.data_ptr()
+    found.microclip_pair_sums(*sides, rows, microbatches, *addresses, torch.get_num_threads())
+    return out, own
 
 
 def adds_up(rows: int, *tensors: Tensor) -> bool:

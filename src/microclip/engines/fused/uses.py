@@ -62,10 +62,9 @@ class Rows(Use):
         found = []
         for block in groups:
             left, right = widened(block.rows_of(self.left)), widened(block.rows_of(self.right))
-            squares = _own_pairs(left, right)
+            squares, own = pair_sums(left, right)
             if left.shape[1] > 1:
-                lengths = (torch.linalg.vector_norm(side, dim=2) for side in (left, right))
-                squares = _unless_cancelled(squares, next(lengths).mul_(next(lengths)))
+                squares = squares.masked_fill_(squares < CANCELLED * own, torch.nan)
             found.append(squares)
         return together(found)
 
@@ -243,23 +242,27 @@ def _entries(rows: Tensor, indices: Tensor) -> Tensor:
     return widened(rows).gather(2, indices.unsqueeze(1).expand(-1, rows.shape[1], -1))
 
 
-def _own_pairs(left: Tensor, right: Tensor) -> Tensor:
-    """Return sum_rs (left_r . left_s)(right_r . right_s) for every micro-batch."""
+def pair_sums(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+    """Return sum_rs (left_r . left_s)(right_r . right_s) for every micro-batch.
+
+    Beside it the part of it where r = s, the squared lengths of the rows' own outer products.
+    """
     if native.pairs_up(left, right):
         return native.pairs(left, right)
     rows = left.shape[1]
     if rows < HALVING_PAYS:
-        return _sum_of_products(torch.bmm(left, left.mT), torch.bmm(right, right.mT))
+        both = torch.bmm(left, left.mT).mul_(torch.bmm(right, right.mT))
+        return both.sum((1, 2)), _diagonal_sum(both)
     half = rows // 2
-    lefts, rights = (torch.bmm(side, side[:, :half].mT) for side in (left, right))
-    of_first = _sum_of_products(lefts, rights)
-    twice = lefts[:, half:].sum((1, 2))  # the second half's with the first, which were overwritten
-    return of_first + twice + _own_pairs(left[:, half:], right[:, half:])
+    both, rights = (torch.bmm(side, side[:, :half].mT) for side in (left, right))
+    both.mul_(rights)
+    of_second = both[:, half:].sum((1, 2))  # with the first half's, which were left out of these
+    squares, own = pair_sums(left[:, half:], right[:, half:])
+    return both.sum((1, 2)) + of_second + squares, _diagonal_sum(both) + own
 
 
-def _unless_cancelled(squares: Tensor, lengths: Tensor) -> Tensor:
-    """Return squared norms of sums of rows, or NaN where little is left of so long rows."""
-    return squares.masked_fill_(squares < CANCELLED * lengths.square_().sum(1), torch.nan)
+def _diagonal_sum(matrices: Tensor) -> Tensor:
+    return matrices.diagonal(dim1=1, dim2=2).sum(1)
 
 
 def _sum_of_products(one: Tensor, other: Tensor) -> Tensor:
