@@ -17,7 +17,7 @@ help: ## say what there is
 demo: .venv/.demo ## train on digits with wrong labels; ends with a page to look at (2 minutes)
 	$(BIN)/microclip demo
 
-train: .venv/.recipes ## train a recipe on embedded data: make train RECIPE=speech (5 minutes)
+train: .venv/.lab ## train a recipe on embedded data: make train RECIPE=speech (5 minutes)
 	$(BIN)/microclip train $(RECIPE)
 
 test: .venv/.dev ## run all tests, with the coverage of the package
@@ -43,7 +43,7 @@ docs: .venv/.dev ## build the documentation into docs/_build
 clean: ## remove what the targets made
 	rm -rf .venv docs/_build demo-output
 
-.venv/.base: constraints.txt pyproject.toml hatch_build.py $(wildcard src/microclip/engines/fused/*.c)
+.venv/.base: constraints.txt pyproject.toml lab/pyproject.toml hatch_build.py $(wildcard src/microclip/engines/fused/*.c)
 	@$(PYTHON) -c 'import sys; v = "%d.%d" % sys.version_info[:2]; sys.exit(0 if sys.version_info >= (3, 11) else "microclip needs Python 3.11 or newer, but $(PYTHON) is " + v + ". Try: make PYTHON=python3.12")'
 	$(PYTHON) -m venv .venv
 	$(PIP) hatchling editables
@@ -53,10 +53,10 @@ clean: ## remove what the targets made
 	$(PIP) --no-build-isolation -e '.[demo]'
 	@touch $@
 
-.venv/.recipes: .venv/.base
-	$(PIP) --no-build-isolation -e '.[recipes]'
+.venv/.lab: .venv/.base
+	$(PIP) --no-build-isolation -e . -e ./lab
 	@touch $@ .venv/.demo
 
 .venv/.dev: .venv/.base
-	$(PIP) --no-build-isolation -e '.[dev]'
-	@touch $@ .venv/.demo .venv/.recipes
+	$(PIP) --no-build-isolation -e '.[dev]' -e ./lab
+	@touch $@ .venv/.demo .venv/.lab

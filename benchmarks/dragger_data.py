@@ -13,9 +13,9 @@ import torch
 from sklearn.datasets import load_digits
 from torch import Tensor
 
-from microclip.demo.data import mislabel
-from microclip.recipes.fetch import cache_folder
-from microclip.recipes.vision.cifar import DEVIATION, MEAN, cifar10, labels_of_people
+from microclip_lab.training.fetch import cache_folder
+from microclip_lab.vision.cifar import DEVIATION, MEAN, cifar10, labels_of_people
+from microclip_lab.vision.digit_splits import mislabel
 
 CACHE = cache_folder()
 

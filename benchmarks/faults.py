@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-SCRIPT = Path(__file__).parents[1] / "tests" / "rank_train.py"
+SCRIPT = Path(__file__).parents[1] / "tests" / "support" / "rank_train.py"
 TIMEOUT = 20.0
 
 

@@ -18,15 +18,15 @@ import statistics
 from pathlib import Path
 
 import torch
-from torch.nn import functional as F
-
-import microclip
 from microclip.demo.cache import Cache
 from microclip.demo.config import DemoConfig, Setting
 from microclip.demo.experiment import carry_out_all
 from microclip.demo.plan import chosen_rate
 from microclip.demo.summary import summarise
 from microclip.demo.train import WEIGHT_DECAY, Run, batches, load, network
+from torch.nn import functional as F
+
+import microclip
 
 MOMENTS = {"early": 30, "middle": 200, "late": 370}
 BATCHES = 8

@@ -19,9 +19,9 @@ import torch
 from sklearn.datasets import load_breast_cancer
 from torch import Tensor, nn
 
-from microclip.recipes.config import Training
-from microclip.recipes.draws import Draws
-from microclip.recipes.recipe import Data, Recipe
+from microclip_lab.training.batch_rng import Draws
+from microclip_lab.training.config import Training
+from microclip_lab.training.recipe import Data, Recipe
 
 Example = tuple[Tensor, int, int]  # measurements, the label it is trained with, the right one
 

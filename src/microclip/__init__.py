@@ -1,15 +1,14 @@
 """Adaptive micro-batch clipping for PyTorch: train better on data that is not clean."""
 
+import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from microclip import rules
-from microclip.clipper import Clipper
-from microclip.outcome import Outcome
-
 if TYPE_CHECKING:
-    from microclip import draggers, guard, ledger, report, theory
+    from microclip import draggers, guard, ledger, report, rules
+    from microclip.clipper import Clipper
     from microclip.ledger import Ledger
+    from microclip.outcome import Outcome
     from microclip.probing import ProbeEvery, probe
 
 __version__ = "0.1.0.dev1"
@@ -24,25 +23,48 @@ __all__ = [
     "probe",
     "report",
     "rules",
-    "theory",
 ]
 
-# What needs an extra is imported when it is asked for: a module, and perhaps a name in it.
-_LATER = {
+# Imported when first used, so that `microclip --help` does not wait for torch, and what needs an
+# extra is not imported without it: a module, and perhaps a name in it.
+_LAZY = {
+    "Clipper": ("microclip.clipper", "Clipper"),
     "Ledger": ("microclip.ledger", "Ledger"),
+    "Outcome": ("microclip.outcome", "Outcome"),
+    "ProbeEvery": ("microclip.probing", "ProbeEvery"),
     "draggers": ("microclip.draggers", None),
     "guard": ("microclip.guard", None),
     "ledger": ("microclip.ledger", None),
-    "ProbeEvery": ("microclip.probing", "ProbeEvery"),
     "probe": ("microclip.probing", "probe"),
     "report": ("microclip.report", None),
-    "theory": ("microclip.theory", None),
+    "rules": ("microclip.rules", None),
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _LATER:
+    if name == "theory":
+        return _theory()
+    if name not in _LAZY:
         raise AttributeError(f"module 'microclip' has no attribute {name!r}")
-    module, inner = _LATER[name]
+    module, attribute = _LAZY[name]
     found = import_module(module)
-    return found if inner is None else getattr(found, inner)
+    return found if attribute is None else getattr(found, attribute)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+def _theory() -> Any:
+    try:
+        theory = import_module("microclip_lab.theory")
+    except ImportError as error:
+        raise ImportError(
+            "microclip.theory is now microclip_lab.theory: pip install microclip-lab"
+        ) from error
+    warnings.warn(
+        "microclip.theory has moved to microclip_lab.theory, and this name will go away.",
+        DeprecationWarning,
+        stacklevel=3,
+    )
+    return theory

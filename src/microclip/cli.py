@@ -1,145 +1,85 @@
-"""The command `microclip`: finds out what is asked for and hands over; it does no work itself.
+"""The command `microclip`: finds the subcommand, reads its options, and hands over.
 
-What a command needs beyond torch is imported when the command is used, and what is not installed
-is answered with the line that installs it.
+A subcommand is a `Command`. The library's own are listed here; other packages add theirs through
+the entry-point group `microclip.commands`. Nothing heavy is imported before a subcommand runs, so
+`--help` is quick, and a package that is not installed is answered with the line that installs it.
 """
 
 from __future__ import annotations
 
-import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from importlib.metadata import entry_points
 from importlib.util import find_spec
 from typing import Any
 
 import microclip
-from microclip.demo.config import DemoConfig
-from microclip.probing.config import ProbeConfig
-from microclip.recipes.config import DivergedError, SettingError, SweepOptions, TrainOptions
-from microclip.report.config import ReportConfig
-from microclip.reproduction.config import ReproduceConfig
-from microclip.theory.config import TheoryConfig
+
+GROUP = "microclip.commands"
 
 ABOUT = """Adaptive micro-batch clipping for PyTorch: train better on data that is not clean.
 
-See it at work, in about two minutes:  microclip demo
+usage: microclip COMMAND [options]
 
-Train a speech, vision or language model, or your own:  microclip train vision
+{commands}
 
-Which micro-batch size to use, by trial:  microclip sweep vision --race
+Start here, it takes about two minutes:  microclip demo
+The options of a command:                microclip demo --help
+The version:                             microclip --version"""
 
-The paper's experiments once more, and what holds:  microclip reproduce --quick
-
-What the theory says of each micro-batch size:  microclip theory
-
-What each micro-batch size would do to your model:  microclip probe --task module:function
-
-A page of what clipping did to your data:  microclip report RUN...
-
-What a command does and which options it takes:  microclip demo --help
-
-The version:  microclip --version"""
-
-# What each extra brings that is looked for here, by the name it is imported with.
-EXTRAS = {
-    "cli": ("tyro", "rich"),
-    "demo": ("sklearn", "scipy", "matplotlib", "pyarrow", "jinja2", "plotly"),
-    "plot": ("matplotlib",),
-    "recipes": (
-        *("transformers", "accelerate", "sklearn", "pyarrow", "jinja2", "plotly", "numpy"),
-        *("optuna", "jiwer", "soundfile", "tensorboard", "PIL", "espeakng_loader", "psutil"),
-    ),
-    "report": ("jinja2", "plotly", "pyarrow", "numpy"),
-}
+# Commands of the laboratory, so that they can be named where it is not installed.
+LAB = ("reproduce", "sweep", "theory", "train")
 
 
 @dataclass(frozen=True)
 class Command:
-    """A command: its options, a dataclass whose docstrings are the help, and who carries it out."""
+    """A subcommand, described without importing what it needs."""
 
-    options: type
-    extra: str  # what must be installed for it
-    carry_out: Callable[[Any], None]
-    positional: bool = False  # whether what must be given needs no name
-    by_itself: bool = False  # whether it reads its arguments itself: options depend on the first
-
-
-def demo(config: DemoConfig) -> None:
-    """Carry out `microclip demo`."""
-    from microclip.demo.show import show
-
-    show(config)
-
-
-def probe(config: ProbeConfig) -> None:
-    """Carry out `microclip probe`."""
-    if config.plot is not None:
-        require("plot")
-    from microclip.probing.command import show
-
-    show(config)
+    summary: str
+    """One line for `microclip --help`."""
+    run: str
+    """What carries it out, as "module:function": called with the options, or with the arguments."""
+    options: str | None = None
+    """A dataclass whose docstrings are the help, as "module:Class"; without it `run` gets the
+    arguments as they are."""
+    positional: bool = False
+    """Whether required options are given without their names."""
+    resumes: bool = False
+    """Whether the same command continues what was interrupted."""
+    needs: tuple[str, ...] = ()
+    """Modules that must be importable."""
+    install: str = "microclip[cli]"
+    """What to install if one of them is missing."""
 
 
-def report(config: ReportConfig) -> None:
-    """Carry out `microclip report`."""
-    from microclip.report.command import show
-
-    show(config)
-
-
-def reproduce(config: ReproduceConfig) -> None:
-    """Carry out `microclip reproduce`."""
-    from microclip.reproduction.command import show
-
-    show(config)
-
-
-def theory(config: TheoryConfig) -> None:
-    """Carry out `microclip theory`."""
-    from microclip.theory.command import show
-
-    show(config)
-
-
-def train(arguments: Sequence[str]) -> None:
-    """Carry out `microclip train`."""
-    from rich.console import Console
-
-    from microclip.recipes.command import carry_out_train, read
-
-    order = read("train", arguments)
-    if order is None:
-        return
-    # of several processes, the first one speaks
-    console = Console(quiet=os.environ.get("RANK", "0") != "0")
-    carry_out_train(order, ["microclip", "train", *arguments], console)
-
-
-def sweep(arguments: Sequence[str]) -> None:
-    """Carry out `microclip sweep`."""
-    from microclip.recipes.command import carry_out_sweep, read
-
-    order = read("sweep", arguments)
-    if order is None:
-        return
-    carry_out_sweep(order, arguments)
+class CommandError(Exception):
+    """A command cannot be carried out; the message says why, and what to do about it."""
 
 
 COMMANDS = {
-    "demo": Command(DemoConfig, "demo", demo),
-    "probe": Command(ProbeConfig, "cli", probe),
-    "report": Command(ReportConfig, "report", report, positional=True),
-    "reproduce": Command(ReproduceConfig, "recipes", reproduce),
-    "sweep": Command(SweepOptions, "recipes", sweep, by_itself=True),
-    "theory": Command(TheoryConfig, "plot", theory),
-    "train": Command(TrainOptions, "recipes", train, by_itself=True),
+    "demo": Command(
+        "train on digits with wrong labels; ends with a page that names them",
+        "microclip.demo:run",
+        "microclip.demo:DemoConfig",
+        needs=("sklearn", "pyarrow", "jinja2", "plotly"),
+        install="microclip[demo]",
+    ),
+    "probe": Command(
+        "what each micro-batch size would do to your model",
+        "microclip.probing.command:run",
+        "microclip.probing.config:ProbeConfig",
+    ),
+    "report": Command(
+        "a page about one run or several: what clipping did, and to whom",
+        "microclip.report.command:run",
+        "microclip.report.config:ReportConfig",
+        positional=True,
+        needs=("jinja2", "plotly", "pyarrow", "numpy"),
+        install="microclip[report]",
+    ),
 }
-
-
-class MissingExtraError(Exception):
-    """Something that a command needs is not installed; the message says how to get it."""
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -148,57 +88,89 @@ def main(args: Sequence[str] | None = None) -> int:
     if arguments == ["--version"]:
         print(f"microclip {microclip.__version__}")
         return 0
+    commands = all_commands()
+    if arguments and arguments[0] in ("-h", "--help"):
+        print(ABOUT.format(commands=_listed(commands)))
+        return 0
+    if not arguments or arguments[0] not in commands:
+        return _fail(_unknown(arguments, commands), 2)
+    name, *rest = arguments
+    command = commands[name]
     try:
-        require("cli")
-        command, options = parse(arguments)
-        # of the many that recipes bring, each one is imported where it is used
-        require(command.extra, only_look=command.extra == "recipes")
-        command.carry_out(options)
-    except (MissingExtraError, OSError, SettingError, DivergedError) as error:
+        _carry_out(name, command, rest)
+    except BrokenPipeError:  # whoever read the output has left, as `head` does
+        sys.stdout = None
+        return 141
+    except (CommandError, OSError) as error:
         return _fail(str(error))
     except KeyboardInterrupt as interruption:
-        said = str(interruption) or (
-            "Interrupted. What was finished is kept: the same command goes on from there."
-        )
+        said = str(interruption) or "Interrupted."
+        if command.resumes and not str(interruption):
+            said += " Finished work is kept: run the same command again to continue."
         return _fail(said, getattr(interruption, "exit_code", 130))
     return 0
 
 
-def parse(arguments: Sequence[str]) -> tuple[Command, Any]:
-    """Return the command and its options; `--help` and mistakes end in SystemExit, as usual."""
+def all_commands() -> dict[str, Command]:
+    """Return the library's commands and those that other packages add."""
+    others = {entry.name: entry.load() for entry in entry_points(group=GROUP)}
+    return dict(sorted({**COMMANDS, **others}.items()))
+
+
+def require(modules: Sequence[str], install: str) -> None:
+    """Raise a `CommandError` that says what to install if a module is missing."""
+    for name in modules:
+        if name in sys.modules:
+            found = sys.modules[name] is not None
+        else:
+            found = find_spec(name) is not None
+        if not found:
+            raise CommandError(
+                f"This command needs {name}, which is not installed. "
+                f'Install it with: pip install "{install}"'
+            )
+
+
+def options_of(name: str, command: Command, arguments: Sequence[str]) -> Any:
+    """Return a command's options; `--help` and mistakes end in SystemExit, as usual."""
+    if command.options is None:
+        return list(arguments)
     import tyro
 
-    named = COMMANDS.get(arguments[0]) if arguments else None
-    if named is not None and named.by_itself:
-        return named, arguments[1:]
-    app = tyro.extras.SubcommandApp()  # keeps the name of a command even if it is the only one
-    for name, command in COMMANDS.items():
-        positional: Any = tyro.conf.PositionalRequiredArgs
-        app.command(name=name)(
-            positional[command.options] if command.positional else command.options
-        )
-    chosen = app.cli(
-        prog="microclip",
-        description=ABOUT,
-        args=arguments,
+    kind: Any = _load(command.options)
+    return tyro.cli(
+        tyro.conf.PositionalRequiredArgs[kind] if command.positional else kind,
+        prog=f"microclip {name}",
+        args=list(arguments),
         config=(tyro.conf.FlagCreatePairsOff,),
     )
-    return next(c for c in COMMANDS.values() if isinstance(chosen, c.options)), chosen
 
 
-def require(extra: str, only_look: bool = False) -> None:
-    """Import what an extra brings, or only look for it, or say how to install it."""
-    for name in EXTRAS[extra]:
-        try:
-            if not only_look:
-                import_module(name)
-            elif find_spec(name) is None:
-                raise ModuleNotFoundError(name=name)
-        except ImportError as error:
-            raise MissingExtraError(
-                f"This command needs {error.name or name}, which cannot be imported. "
-                f'Install it with: pip install "microclip[{extra}]"'
-            ) from error
+def _carry_out(name: str, command: Command, arguments: Sequence[str]) -> None:
+    require(("tyro", "rich"), "microclip[cli]")
+    options = options_of(name, command, arguments)
+    require(command.needs, command.install)
+    _load(command.run)(options)
+
+
+def _load(place: str) -> Any:
+    module, _, name = place.partition(":")
+    return getattr(import_module(module), name)
+
+
+def _listed(commands: dict[str, Command]) -> str:
+    width = max(map(len, commands)) + 3
+    return "\n".join(f"  {name:{width}}{command.summary}" for name, command in commands.items())
+
+
+def _unknown(arguments: Sequence[str], commands: dict[str, Command]) -> str:
+    if arguments and arguments[0] in LAB:
+        return (
+            f'The command "{arguments[0]}" comes with microclip-lab. '
+            "Install it with: pip install microclip-lab"
+        )
+    named = f"There is no command {arguments[0]!r}." if arguments else "Name a command."
+    return f"{named} There are: {', '.join(commands)}. See: microclip --help"
 
 
 def _fail(message: str, code: int = 1) -> int:

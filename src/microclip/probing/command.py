@@ -15,7 +15,7 @@ from microclip.probing.result import Probe
 from microclip.rules import Rule
 
 
-def show(config: ProbeConfig) -> Probe:
+def run(config: ProbeConfig) -> Probe:
     """Probe, print the table and the sentence, write what was asked for."""
     try:
         model, loss_fn, batches = find_task(config.task)

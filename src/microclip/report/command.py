@@ -11,7 +11,7 @@ from microclip.report.config import ReportConfig
 from microclip.report.write import write_report
 
 
-def show(config: ReportConfig) -> Page:
+def run(config: ReportConfig) -> Page:
     """Write the page of some runs and print what it comes to."""
     # results to standard output, progress to standard error: one can be redirected alone
     console, log = Console(), Console(stderr=True)

@@ -1,0 +1,39 @@
+"""The commands that the laboratory adds to `microclip`. Imports nothing heavy."""
+
+from microclip.cli import Command
+
+NEEDS = (
+    *("transformers", "accelerate", "sklearn", "pyarrow", "jinja2", "plotly", "numpy", "optuna"),
+    *("jiwer", "soundfile", "tensorboard", "PIL", "espeakng_loader", "psutil"),
+)
+INSTALL = "microclip-lab"
+
+TRAIN = Command(
+    "train a speech, vision or language model, or your own",
+    "microclip_lab.training.command:train",
+    resumes=True,
+    needs=NEEDS,
+    install=INSTALL,
+)
+SWEEP = Command(
+    "compare micro-batch sizes, rules and learning rates by training them",
+    "microclip_lab.training.command:sweep",
+    resumes=True,
+    needs=NEEDS,
+    install=INSTALL,
+)
+REPRODUCE = Command(
+    "the paper's experiments at a small scale, and what holds",
+    "microclip_lab.reproduction.command:reproduce",
+    "microclip_lab.reproduction.config:ReproduceConfig",
+    resumes=True,
+    needs=NEEDS,
+    install=INSTALL,
+)
+THEORY = Command(
+    "what the paper's theory says about each micro-batch size",
+    "microclip_lab.theory.command:run",
+    "microclip_lab.theory.config:TheoryConfig",
+    needs=("matplotlib",),
+    install=INSTALL,
+)

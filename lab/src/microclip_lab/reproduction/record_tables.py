@@ -1,0 +1,276 @@
+"""The records of a task as tables: arms, tuning, curves, moments. Data only, for file and page.
+
+Figures are in points, with 95 % intervals over seeds; a run that diverged counts as the worst.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from microclip.report.statistics import Estimate, estimate
+from microclip_lab.reproduction import gradients
+from microclip_lab.reproduction.arms import PLAIN, Arm
+from microclip_lab.reproduction.effects import (
+    ACCURACY,
+    ERROR_RATE,
+    PERCENT,
+    Effect,
+    effect,
+    microbatch_size,
+    points,
+)
+from microclip_lab.reproduction.quantities import Gain, Orientation
+from microclip_lab.reproduction.records import Record, Records
+from microclip_lab.reproduction.study import Study
+from microclip_lab.reproduction.tasks import EVALUATION_SEED, TUNING_SEED, Task
+
+BEST, LAST = "best_test_", "test_"  # at the checkpoint that validation chose; after the last step
+COSINES = ("dragger_benign", "benign_benign", "dragger_dragger")
+RATIOS: tuple[Orientation, ...] = ("dragger_over_benign", "benign_over_dragger")
+OF_MOMENTS = (
+    *COSINES,
+    *(f"{name}_spread" for name in COSINES),
+    "dragger_to_mean",
+    "benign_to_mean",
+    *RATIOS,
+    "dragger_over_mean",
+    "loss_benign",
+    "loss_draggers",
+)
+
+
+@dataclass(frozen=True)
+class ArmRow:
+    """An arm of a task, and what came of it."""
+
+    arm: Arm
+    size: int  # b; that of the mini-batch in plain training
+    batch: int
+    value: float | None  # of its tuned number
+    rate: float | None  # its learning rate
+    is_lost: bool  # it diverged with every value
+    figures: Mapping[str, Estimate]  # by name, as best_test_accuracy
+    gain: Effect | None  # against plain, at the best checkpoint
+    last_gain: Effect | None  # and after the last step
+    diverged: tuple[str, ...]  # ids
+    records: tuple[str, ...]  # ids
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One value of an arm's tuned number."""
+
+    arm: str
+    tuned: str
+    value: float
+    score: float | None  # mean best validation figure, in points; None: diverged
+    is_chosen: bool
+    at_edge: bool  # the smallest or the largest that was tried: a better one may lie beyond
+    records: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """A ratio of norms of an arm, at the last step and at the loss that all arms come to."""
+
+    arm: str
+    size: int
+    at_step: Mapping[str, Estimate]  # by orientation
+    at_loss: Mapping[str, Estimate]
+    unmatched: int  # seeds in which some arm is below the common loss from the first look on
+    records: tuple[str, ...]
+
+
+def arm_rows(study: Study, records: Records, task: Task) -> list[ArmRow]:
+    """Return a row for each arm, in the plan's order."""
+    return [_arm_row(study, records, task, arm) for arm in task.arms]
+
+
+def trials(study: Study, records: Records, task: Task) -> list[Trial]:
+    """Return every value that was tried on all tuning seeds, arm by arm."""
+    found = []
+    for arm in task.arms:
+        if arm.tuned is None:
+            continue
+        settled = study.is_settled(task, arm, records)
+        chosen = study.chosen(task, arm, records) if settled else None
+        scores = study.scores(task, arm, records)
+        for value, score in sorted(scores.items()):
+            better = -score if task.recipe.lower_is_better else score
+            ids = sorted(
+                job.id
+                for job in records
+                if (job.task, job.arm, job.stage, job.value)
+                == (task.name, arm.name, "tuning", value)
+                and TUNING_SEED <= job.seed < TUNING_SEED + task.tuning_seeds
+            )
+            known = PERCENT * better if math.isfinite(score) else None
+            edge = value in (min(scores), max(scores))
+            found.append(
+                Trial(arm.name, str(arm.tuned), value, known, value == chosen, edge, tuple(ids))
+            )
+    return found
+
+
+def curves(study: Study, records: Records, task: Task) -> dict[str, dict[int, Estimate]]:
+    """Return the mean validation figure by step, of each arm that has been run."""
+    found = {}
+    for arm in task.arms:
+        runs = list(study.evaluated(task, arm, records).values())
+        steps = sorted({step for record in runs for step in record.curve})
+        by_step = {
+            step: _known([_on_curve(task, record, step) for record in runs]) for step in steps
+        }
+        if by_step:
+            found[arm.name] = {step: estimate(values) for step, values in by_step.items() if values}
+    return found
+
+
+def moments(
+    study: Study, records: Records, task: Task
+) -> dict[str, dict[int, dict[str, Estimate]]]:
+    """Return figures of gradients by arm, step and name: means over seeds."""
+    found: dict[str, dict[int, dict[str, Estimate]]] = {}
+    for arm in task.arms:
+        if not arm.looks_inside:
+            continue
+        runs = study.evaluated(task, arm, records).values()
+        everything = [moment for record in runs for moment in record.moments]
+        by_step: dict[int, dict[str, Estimate]] = {}
+        for step in sorted({int(moment["step"]) for moment in everything}):
+            here = [moment for moment in everything if moment["step"] == step]
+            known = {
+                name: _known([gradients.value(moment, name) for moment in here])
+                for name in OF_MOMENTS
+            }
+            by_step[step] = {name: estimate(values) for name, values in known.items() if values}
+        if by_step:
+            found[arm.name] = by_step
+    return found
+
+
+def ratios(study: Study, records: Records, task: Task) -> list[Ratio]:
+    """Return c-hat of plain training and of each size, from the smallest; as Table 3 has it."""
+    arms = sorted(
+        (arm for arm in task.arms if arm.looks_inside),
+        key=lambda arm: (microbatch_size(task, arm), arm.name),
+    )
+    runs = {arm.name: study.evaluated(task, arm, records) for arm in arms}
+    runs = {name: each for name, each in runs.items() if any(r.moments for r in each.values())}
+    if not runs:
+        return []
+    seeds = sorted(set.intersection(*(set(each) for each in runs.values())))
+    found = []
+    matched = {
+        (orientation, how, seed): gradients.ratios(
+            [each[seed] for each in runs.values()], orientation, how
+        )
+        for orientation in RATIOS
+        for how in gradients.MATCHED
+        for seed in seeds
+    }
+    for place, name in enumerate(runs):
+
+        def known(how: str, place: int = place) -> dict[str, Estimate]:
+            values = {
+                orientation: [
+                    each[place]
+                    for (o, h, _), each in matched.items()
+                    if (o, h) == (orientation, how) and not isinstance(each, str)
+                ]
+                for orientation in RATIOS
+            }
+            return {o: estimate(each) for o, each in values.items() if each}
+
+        unmatched = sum(isinstance(matched[RATIOS[0], "loss", seed], str) for seed in seeds)
+        ids = tuple(runs[name][seed].id for seed in seeds)
+        size = microbatch_size(task, task.arm(name))
+        found.append(Ratio(name, size, known("step"), known("loss"), unmatched, ids))
+    return found
+
+
+def domain_weights(study: Study, records: Records, task: Task) -> dict[str, dict[str, Estimate]]:
+    """Return what an example of each domain weighed on average, by arm; 1 is the average one."""
+    found = {}
+    for arm in task.arms:
+        weighed = [
+            record.domain_weights
+            for record in study.evaluated(task, arm, records).values()
+            if record.domain_weights
+        ]
+        if weighed:
+            found[arm.name] = {
+                domain: estimate([each[domain] for each in weighed]) for domain in weighed[0]
+            }
+    return found
+
+
+def looked_at(study: Study, records: Records, task: Task) -> tuple[int, int]:
+    """Return the fewest draggers and benign examples that were compared at any moment; 0: none."""
+    found = [
+        moment
+        for arm in task.arms
+        for record in study.evaluated(task, arm, records).values()
+        for moment in record.moments
+    ]
+    if not found:
+        return 0, 0
+    return (
+        int(min(moment["draggers"] for moment in found)),
+        int(min(moment["benign"] for moment in found)),
+    )
+
+
+def _arm_row(study: Study, records: Records, task: Task, arm: Arm) -> ArmRow:
+    settled = study.is_settled(task, arm, records)
+    value = study.chosen(task, arm, records) if settled else None
+    is_lost = settled and (
+        (arm.tuned is not None and value is None) or study.rate_is_lost(task, arm, records)
+    )
+    runs = study.evaluated(task, arm, records)
+    wrong = [record.id for record in runs.values() if record.diverged]
+    names = sorted({name for record in runs.values() for name in record.metrics if _is_shown(name)})
+    is_plain = arm.name == PLAIN
+    headline = task.recipe.headline
+    return ArmRow(
+        arm=arm,
+        size=microbatch_size(task, arm),
+        batch=int(arm.training.get("batch_size", task.training.batch_size)),
+        value=value,
+        rate=study.rate(task, arm, value, records) if settled and not is_lost else None,
+        is_lost=is_lost,
+        figures={
+            name: estimate(_known([points(record, name) for record in runs.values()]))
+            for name in names
+        },
+        gain=None if is_plain else effect(study, records, Gain(task.name, (arm.name,))),
+        last_gain=None
+        if is_plain
+        else effect(study, records, Gain(task.name, (arm.name,), figures=(LAST + headline,))),
+        diverged=tuple(wrong),
+        records=tuple(record.id for record in runs.values()),
+    )
+
+
+def planned(task: Task) -> Sequence[int]:
+    """Return the seeds that arms are compared by."""
+    return range(EVALUATION_SEED, EVALUATION_SEED + task.seeds)
+
+
+def _is_shown(name: str) -> bool:
+    of_test = name.startswith((BEST, LAST))
+    return of_test and bool(ACCURACY.search(name) or ERROR_RATE.search(name))
+
+
+def _on_curve(task: Task, record: Record, step: int) -> float | None:
+    value = record.curve.get(step, math.nan)
+    if math.isfinite(value):
+        return PERCENT * value
+    worst = PERCENT if task.recipe.lower_is_better else 0.0
+    return worst if record.diverged or step in record.curve else None
+
+
+def _known(values: Sequence[float | None]) -> list[float]:
+    return [value for value in values if value is not None and math.isfinite(value)]

@@ -1,0 +1,77 @@
+"""The demo: its data, its training, what it leaves behind."""
+
+import torch
+
+from microclip import demo
+from microclip.cli import main
+from microclip.demo import TRAINING, DemoConfig, Digits, fit, tuned_rate
+from microclip.report.runs import read_run
+
+SHORT = DemoConfig(steps=20, seeds=2)
+
+
+class TestData:
+    def test_the_share_of_wrong_labels_is_exact(self):
+        digits = Digits(0, 0.2)
+        wrong = digits.labels != digits.truth
+        assert wrong.sum() == 180
+        assert set(wrong.nonzero().flatten().tolist()) == set(digits.wrong.tolist())
+        assert set(digits.wrong.tolist()) <= set(digits.train.tolist())
+
+    def test_no_image_is_in_two_parts(self):
+        digits = Digits(1, 0.2)
+        everything = torch.cat([digits.train, digits.validation, digits.test])
+        assert sorted(everything.tolist()) == list(range(1797))
+        assert len(digits.train) == TRAINING
+
+    def test_a_seed_decides_everything(self):
+        one, same, other = Digits(3, 0.2), Digits(3, 0.2), Digits(4, 0.2)
+        assert torch.equal(one.labels, same.labels)
+        assert not torch.equal(one.train, other.train)
+
+
+def test_plain_is_plain_training():
+    """One micro-batch per step, or a hand-written loop: the same weights, bit for bit."""
+    trained = fit(SHORT, None, 2e-3, seed=0)
+    digits = Digits(0, SHORT.noise)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        *(torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 128)),
+        *(torch.nn.ReLU(), torch.nn.Linear(128, 10)),
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, 20)
+    order = torch.randperm(TRAINING, generator=torch.Generator().manual_seed(0))
+    for places in order.split(32)[:20]:
+        rows = digits.train[places]
+        optimizer.zero_grad()
+        loss = torch.nn.functional.cross_entropy(model(digits.pixels[rows]), digits.labels[rows])
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+    for one, other in zip(trained.model.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
+
+
+def test_a_rate_is_tuned_without_the_test_images(monkeypatch):
+    def score(config, size, rate, seed):
+        assert seed in demo.TUNING_SEEDS
+        return type("Run", (), {"validation": -abs(rate - 4e-3)})
+
+    monkeypatch.setattr(demo, "fit", score)
+    assert tuned_rate(SHORT, None) == 4e-3
+
+
+def test_the_demo_ends_with_a_page(tmp_path, capsys):
+    assert main(["demo", "--out", str(tmp_path), "--steps", "30", "--seeds", "2"]) == 0
+    page = tmp_path / "index.html"
+    said = capsys.readouterr().out
+    assert str(page.resolve()) in said.replace("\n", "")
+    assert "plain" in said
+    assert page.stat().st_size > 100_000
+    runs = {path.name: read_run(path) for path in (tmp_path / "runs").iterdir()}
+    assert sorted(runs) == ["b4-seed-0", "b4-seed-1", "plain-seed-0", "plain-seed-1"]
+    for run in runs.values():
+        assert list(run.metrics[demo.TEST]) == [30]
+    assert runs["b4-seed-0"].ledger is not None
+    assert runs["plain-seed-0"].ledger is None

@@ -1,0 +1,48 @@
+"""The examples run; with one micro-batch per step they train exactly as without microclip."""
+
+import importlib.util
+import math
+from pathlib import Path
+
+import pytest
+from accelerate.state import AcceleratorState, GradientState
+
+FOLDER = Path(__file__).parents[2] / "examples"
+SHORT = {  # what makes them short, and what makes a step one micro-batch
+    "text_classifier": (["--steps", "4"], ["--microbatch-size", "32"]),
+    "causal_lm": (["--steps", "4", "--batch-size", "8"], ["--microbatch-size", "8"]),
+    "image_classifier": (["--epochs", "1"], ["--microbatch-size", "32"]),
+    "speech_ctc": (["--epochs", "1", "--microbatch-size", "16", "--microbatches", "1"], []),
+}
+
+
+def main_of(name):
+    spec = importlib.util.spec_from_file_location(f"example_{name}", FOLDER / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    AcceleratorState._reset_state(True)  # as in a process of its own
+    GradientState._reset_state()
+    return module.main
+
+
+def test_all_examples_are_here():
+    assert {path.stem for path in FOLDER.glob("*.py")} == set(SHORT)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", SHORT)
+def test_one_microbatch_is_plain_training(name):
+    short, whole = SHORT[name]
+    plain = main_of(name)([*short, "--plain"])
+    clipped = main_of(name)([*short, *whole])
+    assert len(plain) >= 4
+    assert plain[0] != plain[-1]
+    assert clipped == pytest.approx(plain, rel=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", SHORT)
+def test_clipping_trains(name, capsys):
+    losses = main_of(name)(SHORT[name][0])
+    assert all(math.isfinite(loss) for loss in losses)
+    assert "right" in (said := capsys.readouterr().out) or "bits" in said or "spelt" in said
