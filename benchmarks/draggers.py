@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from microclip.demo.summary import Estimate, estimate, paired
+from microclip.report.statistics import Estimate, estimate
 from sklearn.metrics import average_precision_score, roc_auc_score
 from torch import Tensor
 
@@ -294,6 +294,11 @@ def retraining(results: list[dict[str, Result]]) -> str:
         against = "" if name == "plain" else interval(paired(accuracies, baseline), 2, "+")
         lines.append(f"| {name} | {share} | {interval(estimate(accuracies), 2)} | {against} |")
     return "\n".join(lines)
+
+
+def paired(values: Sequence[float], baseline: Sequence[float]) -> Estimate:
+    """Return the mean of the differences, seed by seed."""
+    return estimate([value - base for value, base in zip(values, baseline, strict=True)])
 
 
 def interval(found: Estimate, digits: int = 3, sign: str = "") -> str:
