@@ -43,7 +43,7 @@ docs: .venv/.dev ## build the documentation into docs/_build
 clean: ## remove what the targets made
 	rm -rf .venv docs/_build demo-output
 
-.venv/.base: constraints.txt pyproject.toml lab/pyproject.toml hatch_build.py $(wildcard src/microclip/engines/fused/*.c)
+.venv/.base: constraints.txt pyproject.toml lab/pyproject.toml hatch_build.py $(wildcard src/microclip/engines/single_pass/*.c)
 	@$(PYTHON) -c 'import sys; v = "%d.%d" % sys.version_info[:2]; sys.exit(0 if sys.version_info >= (3, 11) else "microclip needs Python 3.11 or newer, but $(PYTHON) is " + v + ". Try: make PYTHON=python3.12")'
 	$(PYTHON) -m venv .venv
 	$(PIP) hatchling editables

@@ -15,7 +15,7 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-SOURCE = Path("src/microclip/engines/fused/native.c")
+SOURCE = Path("src/microclip/engines/single_pass/native.c")
 LIBRARY = SOURCE.with_name("libnative.so")
 
 

@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from microclip.report.statistics import Estimate, estimate
 from sklearn.metrics import average_precision_score, roc_auc_score
 from torch import Tensor
 
 import microclip
+from microclip.report.statistics import Estimate, estimate
 
 from dragger_data import CACHE, Noisy, cifar10n, digits
 from dragger_rivals import FOLDS, Watcher, cleanlab, el2n, grand

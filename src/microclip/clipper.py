@@ -37,7 +37,7 @@ from microclip.outcome import Outcome
 from microclip.rules import NONFINITE, MinNorm, Nonfinite, Rule
 
 if TYPE_CHECKING:
-    from microclip.engines.fused.verify import Verify
+    from microclip.engines.single_pass.verify import Verify
     from microclip.engines.trial import EngineReport
     from microclip.ledger import Ledger
 

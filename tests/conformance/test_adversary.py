@@ -7,8 +7,8 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence
 
 from microclip import Clipper
-from microclip.engines.fused.owners import Opaque, Owned, Owners
-from microclip.engines.fused.tracker import Tracker
+from microclip.engines.single_pass.owners import Opaque, Owned, Owners
+from microclip.engines.single_pass.tracker import Tracker
 
 import verdicts
 
@@ -229,7 +229,7 @@ def test_auto_outlives_a_failure_of_the_single_pass(monkeypatch):
     clipper.backward(loss_fn, (x(),))
     if clipper.engine_report.engine != "fused":
         pytest.skip("streaming was faster")
-    from microclip.engines.fused import engine
+    from microclip.engines.single_pass import engine
 
     def fails(*args, **kwargs):
         raise IndexError("of ours")

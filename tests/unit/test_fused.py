@@ -7,11 +7,11 @@ from torch.nn import functional as F
 
 from microclip import Clipper
 from microclip.engines.base import CannotFuseError
-from microclip.engines.fused import convolution
-from microclip.engines.fused.convolution import Geometry, Patches
-from microclip.engines.fused.formed import Formed, Pieces
-from microclip.engines.fused.groups import Groups
-from microclip.engines.fused.uses import Lines, Rows, squared_norms, sum_of
+from microclip.engines.single_pass import convolution
+from microclip.engines.single_pass.convolution import Geometry, Patches
+from microclip.engines.single_pass.formed import Formed, Pieces
+from microclip.engines.single_pass.groups import Groups
+from microclip.engines.single_pass.uses import Lines, Rows, squared_norms, sum_of
 from microclip.microbatches import cut
 
 import properties

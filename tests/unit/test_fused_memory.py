@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from microclip import Clipper, rules
-from microclip.engines.fused import uses
-from microclip.engines.fused.formed import Formed, Pieces
-from microclip.engines.fused.groups import Groups
-from microclip.engines.fused.plan import Weight, to_write_out
-from microclip.engines.fused.uses import Rows
+from microclip.engines.single_pass import uses
+from microclip.engines.single_pass.formed import Formed, Pieces
+from microclip.engines.single_pass.groups import Groups
+from microclip.engines.single_pass.plan import Weight, to_write_out
+from microclip.engines.single_pass.uses import Rows
 
 import properties
 from measure import peak_memory
@@ -88,7 +88,7 @@ class TestAllocator:
 
     PROGRAM = """
 import resource, torch
-from microclip.engines.fused.allocator import hold_on_to_freed_memory
+from microclip.engines.single_pass.allocator import hold_on_to_freed_memory
 
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from microclip import Clipper
-from microclip.engines.fused import native
-from microclip.engines.fused.uses import pair_sums
+from microclip.engines.single_pass import native
+from microclip.engines.single_pass.uses import pair_sums
 
 from models import TASKS
 
@@ -301,7 +301,7 @@ class TestMaking:
         (wheel,) = (tmp_path / "wheels").iterdir()
         libraries = [n for n in zipfile.ZipFile(wheel).namelist() if n.endswith(".so")]
         if compiler == "cc":
-            assert libraries == ["microclip/engines/fused/libnative.so"]
+            assert libraries == ["microclip/engines/single_pass/libnative.so"]
             assert "-py3-none-any" not in wheel.name
         else:
             assert libraries == []

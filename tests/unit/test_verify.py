@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from microclip import Clipper, rules
-from microclip.engines.fused.verify import Comparison, Verifier
 from microclip.engines.randomness import Randomness
+from microclip.engines.single_pass.verify import Comparison, Verifier
 
 import properties
 from hidden import Hidden

@@ -28,7 +28,7 @@ from microclip.rules import Rule
 if TYPE_CHECKING:
     from microclip.distributed.fsdp import Fsdp
     from microclip.distributed.ranks import Ranks
-    from microclip.engines.fused.verify import Verify
+    from microclip.engines.single_pass.verify import Verify
     from microclip.engines.trial import EngineReport
 
 EngineName = Literal["auto", "stream", "two_pass", "fused"]
@@ -265,7 +265,7 @@ class Chooser:
             self._trials[tried] = EngineReport(**found)
 
     def _single_pass(self, tally: Tally) -> Engine:
-        from microclip.engines.fused.engine import Fused
+        from microclip.engines.single_pass.engine import Fused
 
         return self._make(Fused, tally)
 
@@ -276,8 +276,8 @@ class Chooser:
 
     def _kept_for_single_passes(self) -> dict[str, Any]:
         """Return what goes on from step to step: what is known of the memory they need."""
-        from microclip.engines.fused.budget import Budget
-        from microclip.engines.fused.verify import Verifier
+        from microclip.engines.single_pass.budget import Budget
+        from microclip.engines.single_pass.verify import Verifier
 
         if not self._kept:
             budget, verifier = Budget(self.memory_budget), Verifier(self.verify)

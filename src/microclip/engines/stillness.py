@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from microclip.engines.fused.record import is_composite, without_dispatch
+from microclip.engines.single_pass.record import is_composite, without_dispatch
 
 DROPOUTS = {
     F.dropout,

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from microclip.engines.base import CannotFuseError, Engine, MeanLossError
-from microclip.engines.fused.engine import Fused
-from microclip.engines.fused.verify import AutocastWatch, Comparison
 from microclip.engines.gradients import Gradients
 from microclip.engines.losses import LossFn
+from microclip.engines.single_pass.engine import Fused
+from microclip.engines.single_pass.verify import AutocastWatch, Comparison
 from microclip.engines.snapshot import Memory, Snapshot
 from microclip.engines.stillness import Still
 from microclip.engines.stream import Stream

@@ -14,10 +14,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from microclip.engines.fused.convolution import Patches
-from microclip.engines.fused.formed import Formed, Use
-from microclip.engines.fused.groups import Groups
-from microclip.engines.fused.uses import Lines, Rows, sum_of
+from microclip.engines.single_pass.convolution import Patches
+from microclip.engines.single_pass.formed import Formed, Use
+from microclip.engines.single_pass.groups import Groups
+from microclip.engines.single_pass.uses import Lines, Rows, sum_of
 from microclip.multitensor import widened, widest
 
 Uses = list[Use]

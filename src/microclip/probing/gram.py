@@ -17,9 +17,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from microclip.engines.base import CannotFuseError
-from microclip.engines.fused.budget import free_memory
 from microclip.engines.gradients import is_sharded, trainable
 from microclip.engines.losses import LossFn
+from microclip.engines.single_pass.budget import free_memory
 from microclip.engines.snapshot import undisturbed
 from microclip.microbatches import count_examples
 from microclip.probing.agreement import clear, reason_against_single_pass

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from microclip import multitensor
-from microclip.engines.fused.anything import anything
-from microclip.engines.fused.formed import Use
-from microclip.engines.fused.groups import Groups
-from microclip.engines.fused.layers import HANDLERS
-from microclip.engines.fused.record import Recorder
 from microclip.engines.losses import LossFn, call
 from microclip.engines.randomness import RandomState
+from microclip.engines.single_pass.anything import anything
+from microclip.engines.single_pass.formed import Use
+from microclip.engines.single_pass.groups import Groups
+from microclip.engines.single_pass.layers import HANDLERS
+from microclip.engines.single_pass.record import Recorder
 from microclip.microbatches import count_examples, cut, tensors_of
 from microclip.probing.columns import Uses
 

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from microclip.engines.fused.owners import Owned
+from microclip.engines.single_pass.owners import Owned
 
 if TYPE_CHECKING:
-    from microclip.engines.fused.record import Recorder
+    from microclip.engines.single_pass.record import Recorder
 
 Question = Callable[["Recorder", Owned, tuple[Any, ...], dict[str, Any]], bool]
 

@@ -7,9 +7,15 @@ from typing import Any
 
 from torch import Tensor
 
-from microclip.engines.fused.owners import Owned, State
-from microclip.engines.fused.propagation.registry import combined, mixed, rule, settled, unknown
-from microclip.engines.fused.tracker import Tracker
+from microclip.engines.single_pass.owners import Owned, State
+from microclip.engines.single_pass.propagation.registry import (
+    combined,
+    mixed,
+    rule,
+    settled,
+    unknown,
+)
+from microclip.engines.single_pass.tracker import Tracker
 
 
 def _product(

@@ -12,12 +12,12 @@ from torch.nn import functional as F
 
 from microclip import multitensor
 from microclip.engines.base import CannotFuseError
-from microclip.engines.fused import native
-from microclip.engines.fused.elementwise import pointwise
-from microclip.engines.fused.owners import Opaque, Owned, refuse_gradients_of_nobody
-from microclip.engines.fused.plan import CALLS, WRITING, WRITING_BESIDE_HALVES, Weight
-from microclip.engines.fused.record import Handler, Recorder, apply, tensors_in
-from microclip.engines.fused.uses import Lines, Rows
+from microclip.engines.single_pass import native
+from microclip.engines.single_pass.elementwise import pointwise
+from microclip.engines.single_pass.owners import Opaque, Owned, refuse_gradients_of_nobody
+from microclip.engines.single_pass.plan import CALLS, WRITING, WRITING_BESIDE_HALVES, Weight
+from microclip.engines.single_pass.record import Handler, Recorder, apply, tensors_in
+from microclip.engines.single_pass.uses import Lines, Rows
 
 
 class _Linear(torch.autograd.Function):

@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import Tensor
 
-from microclip.engines.fused.owners import Owned, Owners
-from microclip.engines.fused.propagation.pointwise import pointwise
-from microclip.engines.fused.propagation.registry import (
+from microclip.engines.single_pass.owners import Owned, Owners
+from microclip.engines.single_pass.propagation.pointwise import pointwise
+from microclip.engines.single_pass.propagation.registry import (
     RULES,
     combined,
     label,
@@ -19,7 +19,7 @@ from microclip.engines.fused.propagation.registry import (
     rule,
     tensors_in,
 )
-from microclip.engines.fused.tracker import Tracker
+from microclip.engines.single_pass.tracker import Tracker
 
 
 def dims_of(dims: Any, count: int) -> set[int]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from microclip import multitensor
-from microclip.engines.fused.groups import Groups, Shares
+from microclip.engines.single_pass.groups import Groups, Shares
 
 
 class Use(ABC):

@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from microclip.engines.base import CannotFuseError
-from microclip.engines.fused import native
-from microclip.engines.fused.formed import Formed
-from microclip.engines.fused.owners import refuse_gradients_of_nobody
-from microclip.engines.fused.record import Handler, Recorder, apply
+from microclip.engines.single_pass import native
+from microclip.engines.single_pass.formed import Formed
+from microclip.engines.single_pass.owners import refuse_gradients_of_nobody
+from microclip.engines.single_pass.record import Handler, Recorder, apply
 
 
 class _LayerNorm(torch.autograd.Function):

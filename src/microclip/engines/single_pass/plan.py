@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from microclip.engines.fused.groups import Groups
+from microclip.engines.single_pass.groups import Groups
 
 # products that take as long as writing a number and reading it again
 WRITING = 30

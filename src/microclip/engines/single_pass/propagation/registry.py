@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from microclip.engines.fused.owners import (
+from microclip.engines.single_pass.owners import (
     DERIVED,
     NOBODY,
     Opaque,
@@ -19,7 +19,7 @@ from microclip.engines.fused.owners import (
     State,
     from_elements,
 )
-from microclip.engines.fused.tracker import Rule, Tracker
+from microclip.engines.single_pass.tracker import Rule, Tracker
 
 RULES: dict[str, Rule] = {}  # by the name of an operation
 

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from microclip.engines.fused import elementwise, norms, products, recurrent
-from microclip.engines.fused.convolution import convolution
-from microclip.engines.fused.record import Handler
+from microclip.engines.single_pass import elementwise, norms, products, recurrent
+from microclip.engines.single_pass.convolution import convolution
+from microclip.engines.single_pass.record import Handler
 
 HANDLERS: dict[Any, Handler] = {
     F.linear: products.linear,

@@ -20,16 +20,19 @@ from microclip.engines.base import (
     MeanLossError,
     MismatchError,
 )
-from microclip.engines.fused.allocator import hold_on_to_freed_memory
-from microclip.engines.fused.anything import anything
-from microclip.engines.fused.budget import Budget, Meter
-from microclip.engines.fused.formed import Formed, Joined, Use
-from microclip.engines.fused.groups import Groups, Shares
-from microclip.engines.fused.layers import HANDLERS
-from microclip.engines.fused.plan import least_to_keep, to_write_out
-from microclip.engines.fused.record import HostReads, Recorder
-from microclip.engines.fused.uses import merged, squared_norms, sum_of
-from microclip.engines.fused.verify import (
+from microclip.engines.gradients import Gradients, add_multiple, modules_of, set_aside
+from microclip.engines.losses import LossFn, Outsiders, backward, call, unscale
+from microclip.engines.randomness import Randomness
+from microclip.engines.single_pass.allocator import hold_on_to_freed_memory
+from microclip.engines.single_pass.anything import anything
+from microclip.engines.single_pass.budget import Budget, Meter
+from microclip.engines.single_pass.formed import Formed, Joined, Use
+from microclip.engines.single_pass.groups import Groups, Shares
+from microclip.engines.single_pass.layers import HANDLERS
+from microclip.engines.single_pass.plan import least_to_keep, to_write_out
+from microclip.engines.single_pass.record import HostReads, Recorder
+from microclip.engines.single_pass.uses import merged, squared_norms, sum_of
+from microclip.engines.single_pass.verify import (
     ALONE,
     FEW,
     TRIES,
@@ -39,9 +42,6 @@ from microclip.engines.fused.verify import (
     draws_numbers,
     module_of,
 )
-from microclip.engines.gradients import Gradients, add_multiple, modules_of, set_aside
-from microclip.engines.losses import LossFn, Outsiders, backward, call, unscale
-from microclip.engines.randomness import Randomness
 from microclip.engines.stillness import Still
 from microclip.engines.sums import Sums
 from microclip.microbatches import Cuts, copied, tensors_of

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from microclip.engines.base import CannotFuseError
-from microclip.engines.fused.owners import DERIVED, Opaque, Owned, Owners, State
-from microclip.engines.fused.propagation import combined
-from microclip.engines.fused.record import Recorder, map_tensors, tensors_in
+from microclip.engines.single_pass.owners import DERIVED, Opaque, Owned, Owners, State
+from microclip.engines.single_pass.propagation import combined
+from microclip.engines.single_pass.record import Recorder, map_tensors, tensors_in
 
 _OPERATORS = {
     "add", "sub", "mul", "truediv", "div", "floordiv", "mod", "pow", "and", "or", "xor", "lshift",

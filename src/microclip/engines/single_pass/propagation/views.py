@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from microclip.engines.fused.owners import NOBODY, Owned, Owners, State
-from microclip.engines.fused.propagation.registry import (
+from microclip.engines.single_pass.owners import NOBODY, Owned, Owners, State
+from microclip.engines.single_pass.propagation.registry import (
     by_elements,
     combined,
     label,
@@ -21,7 +21,7 @@ from microclip.engines.fused.propagation.registry import (
     tensors_in,
     unknown,
 )
-from microclip.engines.fused.tracker import Tracker
+from microclip.engines.single_pass.tracker import Tracker
 
 
 @owned_rule("view", "_unsafe_view", "reshape", "_reshape_alias", "flatten", "unflatten")

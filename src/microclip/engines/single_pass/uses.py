@@ -14,10 +14,10 @@ from torch import Tensor
 from typing_extensions import override
 
 from microclip import multitensor
-from microclip.engines.fused import native
-from microclip.engines.fused.allocator import LARGEST_TENSOR
-from microclip.engines.fused.formed import Formed, Pieces, Use, room_for
-from microclip.engines.fused.groups import Groups, Shares, together
+from microclip.engines.single_pass import native
+from microclip.engines.single_pass.allocator import LARGEST_TENSOR
+from microclip.engines.single_pass.formed import Formed, Pieces, Use, room_for
+from microclip.engines.single_pass.groups import Groups, Shares, together
 from microclip.multitensor import widened
 
 MERGING_PAYS = 4  # uses of one weight

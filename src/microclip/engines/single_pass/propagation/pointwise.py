@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import Tensor
 
-from microclip.engines.fused.owners import Owned
-from microclip.engines.fused.propagation.registry import combined, mixed, rule, tensors_in
-from microclip.engines.fused.tracker import Tracker
+from microclip.engines.single_pass.owners import Owned
+from microclip.engines.single_pass.propagation.registry import combined, mixed, rule, tensors_in
+from microclip.engines.single_pass.tracker import Tracker
 
 
 @rule(

@@ -8,10 +8,16 @@ import torch
 from torch import Tensor
 
 from microclip.engines.base import CannotFuseError
-from microclip.engines.fused.formed import Formed
-from microclip.engines.fused.groups import Block, together
-from microclip.engines.fused.owners import Owned, refuse_gradients_of_nobody
-from microclip.engines.fused.record import MOST_ELEMENTS, Handler, Recorder, apply, map_tensors
+from microclip.engines.single_pass.formed import Formed
+from microclip.engines.single_pass.groups import Block, together
+from microclip.engines.single_pass.owners import Owned, refuse_gradients_of_nobody
+from microclip.engines.single_pass.record import (
+    MOST_ELEMENTS,
+    Handler,
+    Recorder,
+    apply,
+    map_tensors,
+)
 
 
 class _Anything(torch.autograd.Function):

@@ -5,7 +5,7 @@ result, or a list with one for each. Integers that say *where* something goes (i
 offsets) are taken for what they are, whoever made them: they are no part of a gradient.
 """
 
-from microclip.engines.fused.propagation import (
+from microclip.engines.single_pass.propagation import (
     indexing,
     layers,
     pointwise,
@@ -13,7 +13,7 @@ from microclip.engines.fused.propagation import (
     reductions,
     views,
 )
-from microclip.engines.fused.propagation.registry import combined, rule_for
+from microclip.engines.single_pass.propagation.registry import combined, rule_for
 
 __all__ = [
     "combined",

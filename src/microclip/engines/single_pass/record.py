@@ -27,10 +27,11 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from microclip.engines.base import CannotFuseError
-from microclip.engines.fused.budget import Meter
-from microclip.engines.fused.formed import Formed, Use
-from microclip.engines.fused.groups import Groups
-from microclip.engines.fused.owners import (
+from microclip.engines.losses import nodes_from
+from microclip.engines.single_pass.budget import Meter
+from microclip.engines.single_pass.formed import Formed, Use
+from microclip.engines.single_pass.groups import Groups
+from microclip.engines.single_pass.owners import (
     DERIVED,
     Opaque,
     Owned,
@@ -39,10 +40,9 @@ from microclip.engines.fused.owners import (
     arranged,
     refuse_gradients_of_nobody,
 )
-from microclip.engines.fused.plan import Weight
-from microclip.engines.fused.shortcuts import SHORTCUTS
-from microclip.engines.fused.tracker import Tracker
-from microclip.engines.losses import nodes_from
+from microclip.engines.single_pass.plan import Weight
+from microclip.engines.single_pass.shortcuts import SHORTCUTS
+from microclip.engines.single_pass.tracker import Tracker
 from microclip.microbatches import axis_of
 
 _CONTAINERS = (list, tuple, dict)
@@ -231,7 +231,7 @@ class Recorder(TorchFunctionMode):
 
     def record(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Carry out a function that gets something recorded."""
-        from microclip.engines.fused import elementwise
+        from microclip.engines.single_pass import elementwise
 
         if torch._C._are_functorch_transforms_active():
             raise CannotFuseError(

@@ -8,15 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from microclip.engines.fused.owners import DERIVED, NOBODY, Opaque, Owned, Owners, State
-from microclip.engines.fused.propagation.registry import (
+from microclip.engines.single_pass.owners import DERIVED, NOBODY, Opaque, Owned, Owners, State
+from microclip.engines.single_pass.propagation.registry import (
     by_elements,
     combined,
     mixed,
     rule,
     settled,
 )
-from microclip.engines.fused.tracker import Tracker
+from microclip.engines.single_pass.tracker import Tracker
 
 
 @rule("embedding")

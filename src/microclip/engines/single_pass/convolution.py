@@ -15,12 +15,12 @@ from typing_extensions import override
 
 from microclip import multitensor
 from microclip.engines.base import CannotFuseError
-from microclip.engines.fused.formed import Formed, Use, room_for
-from microclip.engines.fused.groups import Groups, Shares, singles, together
-from microclip.engines.fused.owners import arranged, refuse_gradients_of_nobody
-from microclip.engines.fused.plan import CALLS, Weight
-from microclip.engines.fused.record import Handler, Recorder, apply
-from microclip.engines.fused.uses import Rows
+from microclip.engines.single_pass.formed import Formed, Use, room_for
+from microclip.engines.single_pass.groups import Groups, Shares, singles, together
+from microclip.engines.single_pass.owners import arranged, refuse_gradients_of_nobody
+from microclip.engines.single_pass.plan import CALLS, Weight
+from microclip.engines.single_pass.record import Handler, Recorder, apply
+from microclip.engines.single_pass.uses import Rows
 
 PATCHES_AT_ONCE = 2**23  # bytes of patches cut at a time, to be read again while they are at hand
 PATCHES_KEPT = 2**22  # bytes of patches that are cut once and kept

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from microclip.engines.base import CannotFuseError
-from microclip.engines.fused.owners import Owned
-from microclip.engines.fused.record import Handler, Recorder
+from microclip.engines.single_pass.owners import Owned
+from microclip.engines.single_pass.record import Handler, Recorder
 
 State = tuple[Tensor, ...]  # (h,), or (h, c) of an LSTM
 Step = Callable[[Tensor, Tensor, State], State]  # of the two products and the state

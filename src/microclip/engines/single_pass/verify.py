@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from microclip import multitensor
-from microclip.engines.fused.tracker import Operation
+from microclip.engines.single_pass.tracker import Operation
 
 Verify = Literal["rarely", "always", "never"] | int
 SHARE = 0.01  # of all steps, in time, that checks may take,

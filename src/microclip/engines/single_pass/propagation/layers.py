@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from microclip.engines.fused.owners import Owned, Owners
-from microclip.engines.fused.propagation.registry import (
+from microclip.engines.single_pass.owners import Owned, Owners
+from microclip.engines.single_pass.propagation.registry import (
     RULES,
     combined,
     mixed,
@@ -17,7 +17,7 @@ from microclip.engines.fused.propagation.registry import (
     settled,
     tensors_in,
 )
-from microclip.engines.fused.tracker import Rule, Tracker
+from microclip.engines.single_pass.tracker import Rule, Tracker
 
 
 def _leading(spatial: int | None) -> Rule:

@@ -24,7 +24,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from microclip.engines.base import CannotFuseError
-from microclip.engines.fused.owners import (
+from microclip.engines.losses import communicates
+from microclip.engines.single_pass.owners import (
     DERIVED,
     NOBODY,
     Derived,
@@ -34,7 +35,6 @@ from microclip.engines.fused.owners import (
     State,
     from_elements,
 )
-from microclip.engines.losses import communicates
 
 Rule = Callable[..., Any]
 _free_slots = list(range(1024))  # one attribute for each tracker at work, on whatever thread
@@ -65,7 +65,7 @@ class Operation:
     @cached_property
     def rule(self) -> tuple[Rule, Any]:
         """Return what it does to owners, and what tells what it writes to, if it does."""
-        from microclip.engines.fused.propagation import rule_for
+        from microclip.engines.single_pass.propagation import rule_for
 
         return rule_for(self.func)
 
