@@ -123,12 +123,12 @@ def lightning(steps: int) -> list[float]:
     from lightning.pytorch.strategies import SingleDeviceStrategy
 
     from microclip.integrations.lightning import MicrobatchClip
-    from microclip.integrations.lightning_steps import Steps
+    from microclip.integrations.lightning_steps import ClippedSteps
 
     outer, inner, shares = Watch(), Watch(), []
     callback = MicrobatchClip()
     outer.over(callback, "on_train_batch_end")
-    outer.over(Steps, "training_step", "backward")
+    outer.over(ClippedSteps, "training_step", "backward")
     inner.over(Clipper, "backward", "fold", "finish")
     inner.over(SingleDeviceStrategy, "training_step", "backward")
 

@@ -1,10 +1,10 @@
-"""Train a small language model with transformers, on texts among which some are gibberish.
+"""Train a small language model with transformers on texts, a fifth of them gibberish.
 
 python examples/causal_lm.py                              # clipped, micro-batches of 4
-python examples/causal_lm.py --plain                      # the ordinary Trainer, for comparison
+python examples/causal_lm.py --plain                      # the stock Trainer, for comparison
 
-The texts are what Python's own modules say about themselves, letter by letter; a fifth of them has
-its letters shuffled.
+The texts are docstrings of Python's standard library, one token per character. In a fifth of them
+the characters are shuffled.
 """
 
 import argparse
@@ -21,35 +21,34 @@ MODULES = (
     "argparse collections contextlib dataclasses decimal email functools heapq http inspect io"
 )
 MODULES += " itertools json logging math os pathlib pickle random re string tempfile threading"
-LENGTH = 48
+LENGTH = 48  # characters per text
 
 
 def texts(shuffled: float, seed: int) -> list[str]:
-    """Return pieces of the documentation, some with their letters shuffled."""
-    draw = random.Random(seed)
+    """Return pieces of docstrings, a fraction of which have their characters shuffled."""
+    rng = random.Random(seed)
     found = []
     for name in MODULES.split():
         module = importlib.import_module(name)
         for member in [module, *[value for _, value in sorted(vars(module).items())]]:
-            said = getattr(member, "__doc__", None)
-            text = " ".join(said.split()) if isinstance(said, str) else ""
+            doc = getattr(member, "__doc__", None)
+            text = " ".join(doc.split()) if isinstance(doc, str) else ""
             text = text.encode("ascii", "ignore").decode()
             found += [text[i : i + LENGTH] for i in range(0, len(text) - LENGTH, LENGTH)]
-    draw.shuffle(found)
+    rng.shuffle(found)
     return [
-        "".join(draw.sample(text, len(text))) if draw.random() < shuffled else text
-        for text in found
+        "".join(rng.sample(text, len(text))) if rng.random() < shuffled else text for text in found
     ]
 
 
 def as_tokens(text: str) -> dict[str, torch.Tensor]:
-    """Return a text, letter by letter."""
-    tokens = torch.tensor([ord(letter) for letter in text])
+    """Return a text with one token per character; the model shifts the labels itself."""
+    tokens = torch.tensor([ord(character) for character in text])
     return {"input_ids": tokens, "labels": tokens}
 
 
 def main(arguments: list[str] | None = None) -> list[float]:
-    """Train, say how it went, and return the losses."""
+    """Train, print the bits per character on readable texts, and return the logged losses."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
@@ -76,17 +75,20 @@ def main(arguments: list[str] | None = None) -> list[float]:
         if options.plain:
             trainer = Trainer(model, args, train_dataset=data)
         else:
+            # The only change. Micro-batches with gibberish in them can no longer outweigh the
+            # others: all gradients are rescaled to the smallest norm among them.
             trainer = ClippedTrainer(
                 model, args, train_dataset=data, microbatch_size=options.microbatch_size
             )
         trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
+    # the same seed gives the same order, so these are the first 200 texts, which we held out
     clean = [as_tokens(text) for text in texts(shuffled=0.0, seed=0)[:200]]
     batch = {key: torch.stack([row[key] for row in clean]) for key in clean[0]}
     with torch.no_grad():
         loss = model.eval()(**batch).loss
-    print(f"on readable texts not seen in training, {loss / 0.6931:.2f} bits per letter")
+    print(f"held-out readable texts: {loss / 0.6931:.2f} bits per character")
     return [float(loss) for loss in losses]
 
 

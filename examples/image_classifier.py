@@ -1,4 +1,4 @@
-"""Train a vision transformer with Accelerate, on digits of which a fifth has a wrong label.
+"""Train a vision transformer with Accelerate on digits, a fifth of them mislabeled.
 
 python examples/image_classifier.py                       # clipped, micro-batches of 4
 python examples/image_classifier.py --plain               # the ordinary loop, for comparison
@@ -19,22 +19,23 @@ from microclip.integrations.accelerate import AcceleratedClipper
 
 
 def digits(wrong: float) -> tuple[TensorDataset, TensorDataset]:
-    """Return images to learn from, some with a wrong label, and clean ones."""
+    """Return training images, a fraction of which are mislabeled, and clean test images."""
     found = load_digits()
     pixels = torch.tensor(found.images, dtype=torch.float32).unsqueeze(1) / 8 - 1
     labels = torch.tensor(found.target)
     generator = torch.Generator().manual_seed(0)
     order = torch.randperm(len(labels), generator=generator)
-    learn, keep = order[:1300], order[1300:]
-    noisy = labels[learn]
-    mislabelled = torch.rand(len(learn), generator=generator) < wrong
-    other = torch.randint(1, 10, (len(learn),), generator=generator)
-    noisy = torch.where(mislabelled, (noisy + other) % 10, noisy)
-    return TensorDataset(pixels[learn], noisy), TensorDataset(pixels[keep], labels[keep])
+    train, test = order[:1300], order[1300:]
+    noisy = labels[train]
+    mislabeled = torch.rand(len(train), generator=generator) < wrong
+    # an offset of 1 to 9 never gives the right digit by chance
+    offset = torch.randint(1, 10, (len(train),), generator=generator)
+    noisy = torch.where(mislabeled, (noisy + offset) % 10, noisy)
+    return TensorDataset(pixels[train], noisy), TensorDataset(pixels[test], labels[test])
 
 
 def main(arguments: list[str] | None = None) -> list[float]:
-    """Train, say how it went, and return the losses."""
+    """Train, print the accuracy on clean data, and return the loss of every step."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
@@ -52,14 +53,16 @@ def main(arguments: list[str] | None = None) -> list[float]:
     )  # fmt: skip
     model = ViTForImageClassification(config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-    learn, keep = digits(wrong=0.2)
-    loader = DataLoader(learn, options.batch_size, shuffle=True, drop_last=True)
+    train, test = digits(wrong=0.2)
+    loader = DataLoader(train, options.batch_size, shuffle=True, drop_last=True)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 
     def loss_fn(batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         pixels, labels = batch
+        # one loss per example, not the mean: the clipper then needs a single pass only
         return F.cross_entropy(model(pixels).logits, labels, reduction="none")
 
+    # after prepare(): the clipper must see the model that DDP has wrapped
     clipper = AcceleratedClipper(accelerator, model, options.microbatch_size)
     losses = []
     for _ in range(options.epochs):
@@ -74,10 +77,10 @@ def main(arguments: list[str] | None = None) -> list[float]:
                 optimizer.step()
                 optimizer.zero_grad()
 
-    pixels, labels = keep.tensors
+    pixels, labels = test.tensors
     with torch.no_grad():
-        right = model.eval()(pixels).logits.argmax(1) == labels
-    accelerator.print(f"on clean digits {right.float().mean():.1%} are right")
+        correct = model.eval()(pixels).logits.argmax(1) == labels
+    accelerator.print(f"accuracy on clean digits: {correct.float().mean():.1%}")
     return losses
 
 

@@ -1,11 +1,11 @@
-"""Train a speech recogniser (CTC) with Lightning, on tones of which some have a wrong transcript.
+"""Train a speech recognizer (CTC) with Lightning on tones, a fifth with a wrong transcript.
 
 python examples/speech_ctc.py                             # clipped, micro-batches of 4
-python examples/speech_ctc.py --plain                     # the ordinary Trainer, for comparison
+python examples/speech_ctc.py --plain                     # the stock Trainer, for comparison
 
-"Words" are sequences of tones in noise, as frames of a filter bank; a fifth of the transcripts
-belongs to something else. Lightning's loader gives micro-batches, and `accumulate_grad_batches`
-of them make a step.
+A "word" is a sequence of tones in noise, given as frames of a filter bank. The loader yields
+micro-batches, and `accumulate_grad_batches` of them make a step. If your loader yields larger
+batches, MicrobatchClip(microbatch_size=4) cuts them for you.
 """
 
 import argparse
@@ -19,25 +19,26 @@ from transformers import Wav2Vec2BertConfig, Wav2Vec2BertForCTC
 
 from microclip.integrations.lightning import MicrobatchClip
 
-SYMBOLS, FRAMES, BANDS, HELD = 5, 24, 16, 4
+SYMBOLS, FRAMES, BANDS = 5, 24, 16
+TONE, PAUSE = 4, 2  # frames per symbol: a tone, then silence
 
 
 def tones(count: int, wrong: float, seed: int) -> TensorDataset:
-    """Return recordings with their transcripts, some of them wrong."""
+    """Return recordings with their transcripts, a fraction of which are wrong."""
     generator = torch.Generator().manual_seed(seed)
-    said = torch.randint(1, SYMBOLS + 1, (count, FRAMES // (HELD + 2)), generator=generator)
+    words = torch.randint(1, SYMBOLS + 1, (count, FRAMES // (TONE + PAUSE)), generator=generator)
     frames = 0.5 * torch.randn(count, FRAMES, BANDS, generator=generator)
-    for place in range(said.shape[1]):
-        start = place * (HELD + 2)
-        for held in range(HELD):
-            frames[torch.arange(count), start + held, 3 * said[:, place] - 1] += 3.0
-    other = torch.randint(1, SYMBOLS + 1, said.shape, generator=generator)
+    for place in range(words.shape[1]):
+        start = place * (TONE + PAUSE)
+        for frame in range(start, start + TONE):
+            frames[torch.arange(count), frame, 3 * words[:, place] - 1] += 3.0
+    others = torch.randint(1, SYMBOLS + 1, words.shape, generator=generator)
     mistaken = torch.rand(count, 1, generator=generator) < wrong
-    return TensorDataset(frames, torch.where(mistaken, other, said))
+    return TensorDataset(frames, torch.where(mistaken, others, words))
 
 
-class Recogniser(pl.LightningModule):
-    """A Conformer that spells."""
+class Recognizer(pl.LightningModule):
+    """A small Conformer with a CTC head; nothing in it knows about clipping."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,19 +54,25 @@ class Recogniser(pl.LightningModule):
     def training_step(
         self, batch: tuple[torch.Tensor, torch.Tensor], batch_idx: int
     ) -> torch.Tensor:
-        """Return the loss of a batch."""
+        """Return the mean loss of a batch."""
         frames, transcripts = batch
         loss = self.net(frames, labels=transcripts).loss
         self.losses.append(loss.item())
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Return what changes the weights."""
+        """Return the optimizer."""
         return torch.optim.AdamW(self.parameters(), lr=4e-3)
 
 
+def decode(symbols: list[int]) -> list[int]:
+    """Return the word that a path of symbols spells: repeats collapse, blanks (0) disappear."""
+    pairs = zip(symbols, [0, *symbols], strict=False)
+    return [symbol for symbol, before in pairs if symbol not in (0, before)]
+
+
 def main(arguments: list[str] | None = None) -> list[float]:
-    """Train, say how it went, and return the losses."""
+    """Train, print the accuracy on clean data, and return the loss of every micro-batch."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
@@ -77,10 +84,11 @@ def main(arguments: list[str] | None = None) -> list[float]:
     parser.add_argument("--epochs", type=int, default=10)
     options = parser.parse_args(arguments)
 
+    # Lightning's advice about workers and GPUs does not apply to a one-minute example
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", category=UserWarning, module="lightning")
     pl.seed_everything(0, verbose=False)
-    model = Recogniser()
+    model = Recognizer()
     loader = DataLoader(tones(800, 0.2, seed=0), options.microbatch_size, shuffle=True)
     trainer = pl.Trainer(
         max_epochs=options.epochs,
@@ -91,18 +99,12 @@ def main(arguments: list[str] | None = None) -> list[float]:
     )  # fmt: skip
     trainer.fit(model, loader)
 
-    frames, said = tones(200, 0.0, seed=1).tensors
+    frames, words = tones(200, 0.0, seed=1).tensors
     with torch.no_grad():
         best = model.net.eval()(frames).logits.argmax(-1)
-    right = [spelt(row) == word for row, word in zip(best.tolist(), said.tolist(), strict=True)]
-    print(f"of new recordings {sum(right) / len(right):.1%} are spelt without a mistake")
+    correct = [decode(row) == word for row, word in zip(best.tolist(), words.tolist(), strict=True)]
+    print(f"new recordings transcribed without a mistake: {sum(correct) / len(correct):.1%}")
     return model.losses
-
-
-def spelt(symbols: list[int]) -> list[int]:
-    """Return what a path through the frames spells: repetitions once, blanks not at all."""
-    pairs = zip(symbols, [0, *symbols], strict=False)
-    return [symbol for symbol, before in pairs if symbol not in (0, before)]
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
-"""Fine-tune a text classifier with transformers, on sentences of which a fifth has a wrong label.
+"""Fine-tune a text classifier with transformers on sentences, a fifth of them mislabeled.
 
 python examples/text_classifier.py                        # clipped, micro-batches of 4
-python examples/text_classifier.py --plain                # the ordinary Trainer, for comparison
+python examples/text_classifier.py --plain                # the stock Trainer, for comparison
 
-For your own: `AutoModelForSequenceClassification.from_pretrained(...)`, your tokenizer, your data
-set; the line that changes stays the same.
+To use your own model and data, replace BertForSequenceClassification(config) with
+AutoModelForSequenceClassification.from_pretrained(...) and the sentences with your data set. The
+line with ClippedTrainer stays the same.
 """
 
 import argparse
@@ -22,6 +23,7 @@ from transformers import (
 
 from microclip.integrations.transformers import ClippedTrainer
 
+# film reviews, made of an opening and a verdict
 GOOD = "a delight, moving, warm and funny, brilliant acting, worth every minute, I loved it"
 BAD = "a bore, dull, cold and clumsy, wooden acting, a waste of time, I hated it"
 FILLER = "the film was, the second half is, my neighbour says it is, all in all it is, they call it"
@@ -30,23 +32,23 @@ LENGTH = 12
 
 
 def sentences(count: int, wrong: float, seed: int) -> list[dict[str, torch.Tensor]]:
-    """Return so many sentences, as tokens with a label, some of the labels wrong."""
-    draw = random.Random(seed)
+    """Return tokenized sentences with labels, a fraction of which are wrong."""
+    rng = random.Random(seed)
     found = []
     for _ in range(count):
-        label = draw.randrange(2)
-        said = draw.choice((GOOD if label else BAD).split(", "))
-        words = f"{draw.choice(FILLER.split(', '))} {said}".split()
-        tokens = [1 + WORDS.index(word) for word in words][:LENGTH]
+        label = rng.randrange(2)
+        verdict = rng.choice((GOOD if label else BAD).split(", "))
+        words = f"{rng.choice(FILLER.split(', '))} {verdict}".split()
+        tokens = [1 + WORDS.index(word) for word in words][:LENGTH]  # 0 is padding
         padded = torch.tensor(tokens + [0] * (LENGTH - len(tokens)))
-        label = 1 - label if draw.random() < wrong else label
+        label = 1 - label if rng.random() < wrong else label
         row = {"input_ids": padded, "attention_mask": (padded > 0).long()}
         found.append({**row, "labels": torch.tensor(label)})
     return found
 
 
 def main(arguments: list[str] | None = None) -> list[float]:
-    """Train, say how it went, and return the losses."""
+    """Train, print the accuracy on clean data, and return the logged losses."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
@@ -72,17 +74,20 @@ def main(arguments: list[str] | None = None) -> list[float]:
         if options.plain:
             trainer = Trainer(model, args, train_dataset=data)
         else:
+            # The only change. Each batch of 32 becomes eight micro-batches of 4, and their
+            # gradients are rescaled to the smallest norm, so a wrong label cannot shout.
             trainer = ClippedTrainer(
                 model, args, train_dataset=data, microbatch_size=options.microbatch_size
             )
         trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
+    # evaluate on correct labels: the noisy ones would reward memorizing the noise
     clean = sentences(500, wrong=0.0, seed=1)
     batch = {key: torch.stack([row[key] for row in clean]) for key in clean[0]}
     with torch.no_grad():
-        right = model.eval()(**batch).logits.argmax(1) == batch["labels"]
-    print(f"on clean sentences {right.float().mean():.1%} are right")
+        correct = model.eval()(**batch).logits.argmax(1) == batch["labels"]
+    print(f"accuracy on clean sentences: {correct.float().mean():.1%}")
     return [float(loss) for loss in losses]
 
 

@@ -16,12 +16,11 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from microclip.report.runs import read_run
-from microclip_lab.jobs.job import PLAIN, Cell, Job, Result
+from microclip_lab.jobs.plan import PLAIN, Cell, Job, Result
 from microclip_lab.sweep.command import RUNS, plan_of, run_sweep
 from microclip_lab.sweep.config import SweepConfig
-from microclip_lab.sweep.race import Race
-from microclip_lab.sweep.race_report import award, variation
-from microclip_lab.sweep.rungs import Rung, cost, halvings, rungs
+from microclip_lab.sweep.race import Race, Rung, cost, halvings, rungs
+from microclip_lab.sweep.race_report import report_race, variation
 from microclip_lab.sweep.setup import ChangedError
 from microclip_lab.training.config import SettingError
 from microclip_lab.training.train import train
@@ -128,7 +127,7 @@ def test_a_tie_goes_to_plain_training_then_to_the_larger_size():
     plan = race()
     finished = run(plan, dict.fromkeys(plan.cells, 0.5))
     assert plan.laps(finished)[0].ranking == (PLAIN, FOUR, TWO, ONE)
-    assert award("hand", plan, finished).winner.cell == PLAIN
+    assert report_race("hand", plan, finished).winner.cell == PLAIN
 
 
 def test_who_diverged_comes_last():
@@ -151,7 +150,7 @@ def test_with_a_budget_of_three_plain_training_stays_in():
     assert all(lap.ranking[-1] == PLAIN for lap in laps)
     assert plan.cost <= 3000
     assert sum(plan.work(job) for job in finished) == plan.cost
-    assert award("hand", plan, finished).winner.cell == Cell("MinNorm", 16)
+    assert report_race("hand", plan, finished).winner.cell == Cell("MinNorm", 16)
 
 
 @pytest.mark.parametrize("seeds", [1, 3])
@@ -167,7 +166,7 @@ def test_rates_are_the_recipes_unless_a_rule_is_scaled():
     plan = race(sizes=(4,), rules=("MinNorm", "Unit"), rate_scales={"Unit": 0.1})
     assert [plan.rate(cell) for cell in plan.cells] == [0.1, 0.1, 0.01]
     assert race(learning_rates=(0.3,)).rate(FOUR) == 0.3
-    with pytest.raises(SettingError, match="at one learning rate, but got"):
+    with pytest.raises(SettingError, match="one learning rate for all settings, but got"):
         race(learning_rates=(0.1, 0.3))
 
 
@@ -181,7 +180,7 @@ def test_a_race_with_too_few_steps_is_refused_before_it_starts(tmp_path):
 
 
 def said(plan, scores, curve):
-    return award("hand", plan, run(plan, scores, curve)).verdict
+    return report_race("hand", plan, run(plan, scores, curve)).verdict
 
 
 def wavy(size):
@@ -196,18 +195,19 @@ def wavy(size):
 
 def test_a_lead_within_the_noise_is_said_to_be_no_lead():
     verdict = said(race((4,)), {PLAIN: 0.50, FOUR: 0.51}, wavy(0.1))
-    assert verdict.startswith("b = 4 won. At step 1000, the last that both ran, it was ahead of")
+    assert verdict.startswith("b = 4 won. At step 1000, the last one both reached, it was ahead of")
     assert "plain by 0.01 of validation_score" in verdict
-    assert "cannot be told apart" in verdict
+    assert "does not separate the two" in verdict
 
 
 def test_a_lead_beyond_the_noise_is_still_one_run():
     verdict = said(race((4,)), {PLAIN: 0.5, FOUR: 0.9}, wavy(0.01))
-    assert "more than the noise of one run, but it is one run" in verdict
+    assert "more than the noise of one run, but it is a single run" in verdict
 
 
-def test_with_few_looks_nothing_is_said_of_noise():
-    assert "too few looks" in said(race((4,)), {PLAIN: 0.5, FOUR: 0.9}, lambda score: {500: score})
+def test_with_few_evaluations_nothing_is_said_of_noise():
+    verdict = said(race((4,)), {PLAIN: 0.5, FOUR: 0.9}, lambda score: {500: score})
+    assert "too few evaluations" in verdict
 
 
 def test_over_seeds_the_lead_has_an_interval():
@@ -217,20 +217,21 @@ def test_over_seeds_the_lead_has_an_interval():
         for job in jobs:
             score = 0.5 if job.cell == PLAIN else 0.6 + 0.01 * job.seed
             finished[job] = Result(job.folder, {"validation_score": score}, {plan.steps: score})
-    verdict = award("hand", plan, finished).verdict
+    verdict = report_race("hand", plan, finished).verdict
     assert "seed by seed +0.180 (+0.155 to +0.205), over 3 seeds" in verdict
-    assert "does not include 0" in verdict
+    assert "excludes 0" in verdict
 
 
 def test_it_is_said_where_plain_training_left():
     scores = {PLAIN: 0.2, ONE: 0.1, TWO: 0.4, FOUR: 0.3}
     verdict = said(race(), scores, wavy(0.1))
-    assert verdict.endswith(f"Plain training left at step {race().rungs[0].step}, 0.2 behind.")
-    assert "left at" not in said(race((4,)), {PLAIN: 0.5, FOUR: 0.51}, wavy(0.1))
+    step = race().rungs[0].step
+    assert verdict.endswith(f"Plain training dropped out at step {step}, 0.2 behind.")
+    assert "dropped out" not in said(race((4,)), {PLAIN: 0.5, FOUR: 0.51}, wavy(0.1))
 
 
-def test_if_all_diverge_nobody_won():
-    assert "Nobody won" in said(race(), dict.fromkeys(race().cells, math.nan), lambda score: {})
+def test_if_all_diverge_there_is_no_winner():
+    assert "No winner" in said(race(), dict.fromkeys(race().cells, math.nan), lambda score: {})
 
 
 def test_variation_is_that_of_noise_whatever_the_trend():
@@ -312,7 +313,7 @@ def test_a_race_from_a_checkpoint_starts_where_it_was(undisturbed, tmp_path):
     assert max(c["validation"][0]["mean"] for c in again["candidates"]) < before
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_race_that_is_killed_comes_to_the_same(undisturbed, tmp_path):
     _, found, _ = undisturbed
     trap = tmp_path / "trap"
@@ -330,7 +331,7 @@ def test_a_race_that_is_killed_comes_to_the_same(undisturbed, tmp_path):
 
 
 def test_a_lap_that_was_run_but_not_noted_is_not_run_again(tmp_path):
-    """As if killed between the checkpoint at the rung and the note in the register."""
+    """As if killed between the checkpoint at the rung and the note in the queue."""
     plan = plan_of(RECIPE, TRAINING, SweepConfig(race=True, microbatch_sizes=(1, 2, 4)))
     job = plan.missing({})[0]
     assert job == Job("race", PLAIN, 0.1, 0, plan.rungs[0].step)

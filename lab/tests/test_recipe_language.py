@@ -17,12 +17,12 @@ from transformers import T5Config, T5ForConditionalGeneration
 
 import microclip
 from microclip.engines.base import CannotFuseError
-from microclip_lab.language import tokenizer, vader
-from microclip_lab.language.encoding import Encoder, judged_batch
-from microclip_lab.language.example import Example
+from microclip_lab.language import vader
+from microclip_lab.language.encoding import Encoder, judged_batch, load_tokenizer, train_tokenizer
+from microclip_lab.language.examples import Example
 from microclip_lab.language.recipe import Language, choose
-from microclip_lab.language.tasks import NAMES
-from microclip_lab.training.batch_rng import Draws
+from microclip_lab.language.superglue_tasks import NAMES
+from microclip_lab.training.batch_rng import BatchRng
 from microclip_lab.training.config import SettingError, Training
 from microclip_lab.training.fetch import cache_folder
 from microclip_lab.training.train import train
@@ -168,10 +168,10 @@ class TestVader:
         weighted = replace(plain, domain_weights=(3.0, 0.5))
         data = plain.load(0)
         model = plain.build(data).eval()
-        batch = plain.collate(data.training, Draws(0, 0, len(data.training)))
+        batch = plain.collate(data.training, BatchRng(0, 0, len(data.training)))
         assert "weights" not in batch
         expected = torch.tensor([{"tweets": 3.0, "movie": 0.5}[d] for d in data.domains])
-        heavier = weighted.collate(data.training, Draws(0, 0, len(data.training)))
+        heavier = weighted.collate(data.training, BatchRng(0, 0, len(data.training)))
         assert torch.equal(heavier["weights"], expected)
         assert torch.equal(
             weighted.losses(model, heavier), plain.losses(model, batch) * heavier["weights"]
@@ -199,8 +199,8 @@ class TestTokenizer:
     def test_every_process_comes_to_the_same(self):
         code = (
             "import hashlib\n"
-            "from microclip_lab.language.tokenizer import trained\n"
-            f"made = trained({TEXTS * 5!r}, 60).backend_tokenizer.to_str()\n"
+            "from microclip_lab.language.encoding import train_tokenizer\n"
+            f"made = train_tokenizer({TEXTS * 5!r}, 60).backend_tokenizer.to_str()\n"
             "print(hashlib.sha256(made.encode()).hexdigest())"
         )
         said = subprocess.run(
@@ -210,11 +210,11 @@ class TestTokenizer:
             text=True,
             check=True,
         ).stdout.strip()
-        here = tokenizer.trained(TEXTS * 5, 60).backend_tokenizer.to_str()
+        here = train_tokenizer(TEXTS * 5, 60).backend_tokenizer.to_str()
         assert said == hashlib.sha256(here.encode()).hexdigest()
 
     def test_tokens_are_numbered_as_t5_does(self):
-        made = tokenizer.trained(TEXTS, 60)
+        made = train_tokenizer(TEXTS, 60)
         assert made.convert_tokens_to_ids(["<pad>", "</s>", "<unk>"]) == [0, 1, 2]
         assert made("boat 7")["input_ids"][-2:] == [2, 1]  # no 7 was ever seen
         assert made.decode(made(TEXTS[0])["input_ids"], skip_special_tokens=True) == (
@@ -222,7 +222,7 @@ class TestTokenizer:
         )
 
     def test_long_texts_are_cut_and_keep_their_end(self):
-        encoder = Encoder(tokenizer.trained(TEXTS, 60), source_length=5, target_length=3)
+        encoder = Encoder(train_tokenizer(TEXTS, 60), source_length=5, target_length=3)
         example = Example("1", "rte", TEXTS[0], TEXTS[1], (TEXTS[1], "Bo"), (TEXTS[1],))
         [encoded] = encoder.judged([example])
         assert len(encoded.source) == 5
@@ -232,7 +232,7 @@ class TestTokenizer:
 
     def test_a_checkpoint_without_one_is_said(self, tmp_path):
         with pytest.raises(SettingError, match=r"tokenizer of .* could not be loaded"):
-            tokenizer.of_checkpoint(str(tmp_path))
+            load_tokenizer(str(tmp_path))
 
 
 class TestBatches:
@@ -240,12 +240,12 @@ class TestBatches:
         recipe, data, _ = loaded
         recipe = replace(recipe, word_dropout=0.5)
         examples = data.training[:8]
-        whole = recipe.collate(examples, Draws(0, 3, 8))["input_ids"]
-        part = recipe.collate(examples[4:6], Draws(0, 3, 8, 4, 2))["input_ids"]
+        whole = recipe.collate(examples, BatchRng(0, 3, 8))["input_ids"]
+        part = recipe.collate(examples[4:6], BatchRng(0, 3, 8, 4, 2))["input_ids"]
         width = part.shape[1]
         assert torch.equal(whole[4:6, :width], part)
         assert (part == 2).any()
-        plain = replace(recipe, word_dropout=0.0).collate(examples, Draws(0, 3, 8))["input_ids"]
+        plain = replace(recipe, word_dropout=0.0).collate(examples, BatchRng(0, 3, 8))["input_ids"]
         assert torch.equal(whole[whole != 2], plain[whole != 2])
         assert torch.equal(whole < 2, plain < 2)  # neither padding nor the end is hidden
 
@@ -265,7 +265,7 @@ class TestBatches:
 class TestLosses:
     def test_the_mean_over_each_answers_tokens(self, loaded):
         recipe, data, model = loaded
-        batch = recipe.collate(data.training, Draws(0, 0, len(data.training)))
+        batch = recipe.collate(data.training, BatchRng(0, 0, len(data.training)))
         losses = recipe.losses(model, batch)
         assert losses.shape == (len(data.training),)
         for row in (0, 30, 60, 90):
@@ -275,9 +275,9 @@ class TestLosses:
 
     def test_padding_changes_nothing(self, loaded):
         recipe, data, model = loaded
-        together = recipe.losses(model, recipe.collate(data.training[::7], Draws(0, 0, 200)))
+        together = recipe.losses(model, recipe.collate(data.training[::7], BatchRng(0, 0, 200)))
         alone = [
-            recipe.losses(model, recipe.collate([one], Draws(0, 0, 1)))
+            recipe.losses(model, recipe.collate([one], BatchRng(0, 0, 1)))
             for one in data.training[::7]
         ]
         assert len({len(one.source) for one in data.training[::7]}) > 5
@@ -285,7 +285,7 @@ class TestLosses:
 
     def test_a_single_pass_clips_the_small_model_exactly(self, loaded):
         recipe, data, model = loaded
-        batch = recipe.collate(data.training[:6], Draws(0, 0, 6))
+        batch = recipe.collate(data.training[:6], BatchRng(0, 0, 6))
         domains = ["one"] * 4 + ["other"] * 2
 
         def gradients(model, engine):
@@ -365,20 +365,20 @@ class TestRecipe:
         ("options", "said"),
         [
             ({"source_length": 0}, "source_length must be 1 or more, but got 0"),
-            ({"dropout": 1.0}, "dropout must be from 0"),
+            ({"dropout": 1.0}, "dropout must be at least 0"),
             ({"width": 30}, "multiple of heads, but got 30 and 4"),
             ({"pretrained": False}, "--no-pretrained needs a checkpoint"),
             ({"dropout": None}, "--dropout none needs a checkpoint"),
-            ({"tasks": ("Boolq",)}, "tasks must be of BoolQ, .* but got Boolq"),
+            ({"tasks": ("Boolq",)}, "tasks must be among BoolQ, .* but got Boolq"),
             ({"most_per_task": 0}, "most_per_task must be 1 or more"),
-            ({"domains": ("films",)}, "domains must be of movie, .* but got films"),
-            ({"domains": ("nyt", "nyt")}, "each once at most, but got nyt, nyt"),
+            ({"domains": ("films",)}, "domains must be among movie, .* but got films"),
+            ({"domains": ("nyt", "nyt")}, "without duplicates, but got nyt, nyt"),
             ({"training_shares": (0.5, 0.1)}, "movie, nyt, tweets, amazon, .* got 2: 0.5, 0.1"),
             ({"training_shares": (1, 1, 1, 0)}, "above 0 and up to 1, but got 0"),
             ({"domains": ("nyt",), "domain_weights": (1, 2)}, "each of nyt, .* but got 2: 1, 2"),
             ({"domain_weights": (1, 1, 1, float("inf"))}, "finite and above 0, but got inf"),
-            ({"data": "folder", "domains": ("nyt",)}, "of vader, but the data is folder"),
-            ({"data": "folder", "domain_weights": (1.0,)}, "domain_weights is an option of vader"),
+            ({"data": "folder", "domains": ("nyt",)}, "with vader only, but the data is folder"),
+            ({"data": "folder", "domain_weights": (1.0,)}, "domain_weights works with vader only"),
         ],
     )
     def test_options_that_cannot_be(self, options, said):
@@ -415,7 +415,7 @@ class TestRecipe:
         other = replace(recipe, pretrained=False, dropout=0.3).build(data)
         assert not torch.equal(other.shared.weight, kept.shared.weight)
         assert other.config.dropout_rate == 0.3
-        assert (recipe.losses(model, recipe.collate(data.training, Draws(0, 0, 8))) > 0).all()
+        assert (recipe.losses(model, recipe.collate(data.training, BatchRng(0, 0, 8))) > 0).all()
 
     def test_a_checkpoint_that_is_not_there(self, folder, tmp_path):
         path = checkpoint(tmp_path / "t5", T5Config(**SMALL), weights=False)
@@ -439,7 +439,7 @@ def checkpoint(path, config, weights):
         T5ForConditionalGeneration(config).save_pretrained(path)
     else:
         config.save_pretrained(path)
-    tokenizer.trained(TEXTS, 60).save_pretrained(path)
+    train_tokenizer(TEXTS, 60).save_pretrained(path)
     return str(path)
 
 
@@ -463,7 +463,7 @@ class TestPresets:
         )  # fmt: skip
         assert finished.step == 2
 
-    @pytest.mark.slow
+    @pytest.mark.full
     def test_paper_builds_its_whole_model_and_takes_two_steps(self, tmp_path):
         recipe, training = Language.presets()["paper"]
         assert (training.batch_size, training.microbatch_size) == (2048, 16)

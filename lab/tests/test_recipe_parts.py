@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 
 from microclip import rules
+from microclip.rule_names import KNOWN
 from microclip_lab.training import fetch
-from microclip_lab.training.batch_rng import Draws
+from microclip_lab.training.batch_rng import BatchRng
+from microclip_lab.training.components import parse_rule
 from microclip_lab.training.config import SettingError, Training
 from microclip_lab.training.fetch import FetchError, Package
-from microclip_lab.training.order import Order, Share
-from microclip_lab.training.rule_names import KNOWN, named
+from microclip_lab.training.loading import Order, Share
 
 
 class TestOrder:
@@ -51,10 +52,10 @@ class TestShare:
     @pytest.mark.parametrize(
         ("changes", "world", "message"),
         [
-            ({}, 3, "batch_size is 16, which 3 processes cannot share equally"),
+            ({}, 3, "batch_size 16 cannot be divided equally among 3 processes"),
             ({"microbatch_size": 8}, 4, "has 4 of the 16 examples .* micro-batches of 8"),
-            ({"chunk_size": 3}, 1, "chunk_size must divide a process's 16 examples"),
-            ({"chunk_size": 2, "microbatch_size": 4}, 1, "multiple of microbatch_size 4, but is 2"),
+            ({"chunk_size": 3}, 1, "chunk_size must divide the 16 examples"),
+            ({"chunk_size": 2, "microbatch_size": 4}, 1, "of microbatch_size 4, but got 2"),
         ],
     )
     def test_what_cannot_be_shared(self, changes, world, message):
@@ -67,15 +68,15 @@ def test_draws_do_not_depend_on_how_a_batch_is_cut(draw):
     arguments = {"random": (3,), "normal": (), "integers": (0, 9, 2), "beta": (0.8, 0.8)}[draw]
 
     def drawn(first, count):
-        draws = Draws(seed=1, step=5, size=12, first=first, count=count)
-        draws.random()  # something drawn before
-        return getattr(draws, draw)(*arguments)
+        rng = BatchRng(seed=1, step=5, size=12, first=first, count=count)
+        rng.random()  # something drawn before
+        return getattr(rng, draw)(*arguments)
 
     whole = drawn(0, 12)
     assert len(whole) == 12
     assert np.array_equal(whole, np.concatenate([drawn(0, 4), drawn(4, 6), drawn(10, 2)]))
     assert not np.array_equal(whole[:6], whole[6:])
-    other = Draws(seed=1, step=6, size=12)
+    other = BatchRng(seed=1, step=6, size=12)
     other.random()
     assert not np.array_equal(whole, getattr(other, draw)(*arguments))
 
@@ -83,18 +84,18 @@ def test_draws_do_not_depend_on_how_a_batch_is_cut(draw):
 class TestRules:
     @pytest.mark.parametrize("name", [name for name in KNOWN if name not in ("Fixed", "Quantile")])
     def test_by_name(self, name):
-        assert named(name) == named(f" {name}() ") == KNOWN[name]()
+        assert parse_rule(name) == parse_rule(f" {name}() ") == KNOWN[name]()
 
     def test_with_what_they_need(self):
-        assert named("Fixed(2)") == rules.Fixed(2)
-        assert named("Quantile(q=0.2, rescale=False)") == rules.Quantile(0.2, rescale=False)
+        assert parse_rule("Fixed(2)") == rules.Fixed(2)
+        assert parse_rule("Quantile(q=0.2, rescale=False)") == rules.Quantile(0.2, rescale=False)
 
     @pytest.mark.parametrize(
         "text", ["", "minnorm", "Rule", "MinNorm(", "Fixed", "Fixed(-1)", "a.b(1)", "Fixed(c())"]
     )
     def test_what_is_no_rule(self, text):
         with pytest.raises(SettingError, match="rule must be one of .*MinNorm"):
-            named(text)
+            parse_rule(text)
 
 
 @pytest.mark.parametrize(
@@ -102,10 +103,10 @@ class TestRules:
     [
         ({"batch_size": 0}, "batch_size must be 1 or more, but got 0"),
         ({"microbatch_size": 0}, "microbatch_size must be 1 or more, but got 0"),
-        ({"microbatch_size": 64}, "larger than batch_size 32. For plain .* --microbatch-size none"),
+        ({"microbatch_size": 64}, "larger than batch_size 32. To train .* --microbatch-size none"),
         ({"epochs": 0.0}, "epochs must be greater than 0"),
         ({"learning_rate": -1.0}, "learning_rate must be greater than 0, but got -1"),
-        ({"warmup": 1.0}, "warmup is a share"),
+        ({"warmup": 1.0}, "warmup must be a share"),
         ({"max_grad_norm": 0.0}, "max_grad_norm must be greater than 0"),
         ({"workers": -1}, "workers must be 0 or more"),
         ({"seed": -1}, "seed must be 0 or more"),
@@ -127,9 +128,9 @@ class TestFetch:
 
     @pytest.fixture
     def package(self, tmp_path, monkeypatch):
-        shelf = tmp_path / "shelf"
-        shelf.mkdir()
-        file = shelf / "somedata-1.0-py3-none-any.whl"
+        store = tmp_path / "store"
+        store.mkdir()
+        file = store / "somedata-1.0-py3-none-any.whl"
         with zipfile.ZipFile(file, "w") as wheel:
             wheel.writestr("somedata/data.txt", "hello")
             about = "Metadata-Version: 2.1\nName: somedata\nVersion: 1.0\n"
@@ -138,7 +139,7 @@ class TestFetch:
             wheel.writestr("somedata-1.0.dist-info/RECORD", "")
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
         monkeypatch.setenv("PIP_NO_INDEX", "1")
-        monkeypatch.setenv("PIP_FIND_LINKS", str(shelf))
+        monkeypatch.setenv("PIP_FIND_LINKS", str(store))
         checksum = hashlib.sha256(file.read_bytes()).hexdigest()
         return Package("wheel", "somedata==1.0", file.name, checksum)
 

@@ -14,16 +14,12 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from microclip_lab.speech import canaries, librispeech, script
-from microclip_lab.speech.decoding import error_rates, greedy
-from microclip_lab.speech.features import make_extractor
-from microclip_lab.speech.masking import masked
+from microclip_lab.speech import canaries, librispeech, synthesis
+from microclip_lab.speech.features import SAMPLING_RATE, make_extractor, masked, read
 from microclip_lab.speech.recipe import ESPEAK, Speech
-from microclip_lab.speech.sound import SAMPLING_RATE, read
-from microclip_lab.speech.tokens import Tokens, frames_needed
-from microclip_lab.training.batch_rng import Draws
-from microclip_lab.training.config import SettingError
-from microclip_lab.training.layout import LayoutError
+from microclip_lab.speech.tokens import Tokens, error_rates, frames_needed, greedy
+from microclip_lab.training.batch_rng import BatchRng
+from microclip_lab.training.config import LayoutError, SettingError
 from microclip_lab.training.train import train
 
 from librispeech_chapters import chapter, tone
@@ -105,18 +101,18 @@ class TestLibriSpeech:
     @pytest.mark.parametrize(
         ("how", "said"),
         [
-            ("no such folder", 'data must be "espeak" or a folder with train.* is no folder'),
+            ("no such folder", 'data must be "espeak" or a folder with train.* is not one'),
             ("one folder too high", "it has LibriSpeech/. Did you mean .*LibriSpeech?"),
             ("no validation data", "begins with dev: it has test-clean/, .*, validation/"),
             ("no transcripts", "expected to have SPEAKER/CHAPTER/.*trans.txt, but has 86/"),
             ("no chapters", "SPEAKER/CHAPTER/.* but has 86/86-121123.trans.txt"),
             ("no audio", "86-121123-0001.flac or 86-121123-0001.wav, .* line 2 .* but has 86-"),
-            ("no words", "Line 2 of .* expected to have a name and what is said.*'86-121123-0001'"),
+            ("no words", "Line 2 of .* expected to have a name and a transcript.*'86-121123-0001'"),
             ("no sound", "0000.wav was expected to have sound in it, but has none"),
             ("not audio", "0000.wav was expected to be FLAC or WAV, but"),
             ("not text", "expected to be text in UTF-8, but is not"),
             ("a way out", "expected to begin with a name, but begins with '../../secret'"),
-            ("twice", "names of its own, but 86-121123-0000 is also in"),
+            ("twice", "unique names, but 86-121123-0000 is also in"),
         ],
     )
     def test_says_what_was_expected_and_what_was_found(self, library, how, said):
@@ -237,20 +233,20 @@ class TestUnderstanding:
         with torch.no_grad():
             records = SMALL.judge(model, SMALL.collate(examples, None))
         assert [(said, kind) for said, _, kind in records] == [(e.text, e.kind) for e in examples]
-        assert {word for _, heard, _ in records for word in heard.split()} <= set(script.WORDS)
+        assert {word for _, heard, _ in records for word in heard.split()} <= set(synthesis.WORDS)
 
 
 class TestMasks:
     def frames(self, lengths=(30, 12, 50, 7), stack=2, bands=10):
         return [np.ones((length, stack, bands), "f4") for length in lengths]
 
-    def masked(self, frames, draws, **options):
+    def masked(self, frames, rng, **options):
         chosen = {"time_masks": 0, "longest": 5, "band_masks": 0, "widest": 4, **options}
-        return masked(frames, draws=draws, **chosen)
+        return masked(frames, rng=rng, **chosen)
 
     @given(st.integers(0, 200))
     def test_hide_no_more_than_was_said(self, step):
-        found = self.masked(self.frames(), Draws(0, step, 4), time_masks=1, band_masks=1)
+        found = self.masked(self.frames(), BatchRng(0, step, 4), time_masks=1, band_masks=1)
         for before, after in zip(self.frames(), found, strict=True):
             hidden = after == 0
             times, bands = hidden.all((1, 2)), hidden.all((0, 1))
@@ -260,22 +256,22 @@ class TestMasks:
             assert (before == 1).all()
 
     def test_hide_something(self):
-        found = self.masked(self.frames((50,) * 40), Draws(0, 0, 40), time_masks=1)
+        found = self.masked(self.frames((50,) * 40), BatchRng(0, 0, 40), time_masks=1)
         sizes = {int((frames == 0).all((1, 2)).sum()) for frames in found}
         assert sizes == set(range(6))
 
     def test_are_the_same_for_any_part_of_the_batch(self):
         options = {"time_masks": 2, "band_masks": 2}
-        whole = self.masked(self.frames(), Draws(0, 5, 4), **options)
-        part = self.masked(self.frames()[2:3], Draws(0, 5, 4, 2, 1), **options)
+        whole = self.masked(self.frames(), BatchRng(0, 5, 4), **options)
+        part = self.masked(self.frames()[2:3], BatchRng(0, 5, 4, 2, 1), **options)
         assert np.array_equal(part[0], whole[2])
 
     def test_are_for_training_only(self, data):
         recipe = replace(SMALL, time_masks=2, band_masks=2)
         examples = [data.training[row] for row in range(4)]
         judged = recipe.collate(examples, None)["input_features"]
-        trained = recipe.collate(examples, Draws(0, 0, 4))["input_features"]
-        assert torch.equal(judged, SMALL.collate(examples, Draws(0, 0, 4))["input_features"])
+        trained = recipe.collate(examples, BatchRng(0, 0, 4))["input_features"]
+        assert torch.equal(judged, SMALL.collate(examples, BatchRng(0, 0, 4))["input_features"])
         assert not torch.equal(judged, trained)
 
 
@@ -286,22 +282,22 @@ class TestLosses:
         recipe = replace(SMALL, positions=positions, layers=2)
         model = recipe.build(data).eval()
         examples = [data.training[row] for row in (0, 5, 9, 45, 49)]
-        together = recipe.losses(model, recipe.collate(examples, Draws(0, 0, 5)))
+        together = recipe.losses(model, recipe.collate(examples, BatchRng(0, 0, 5)))
         lengths = {len(example.frames) for example in examples}
         assert len(lengths) > 1
         for example, loss in zip(examples, together, strict=True):
-            alone = recipe.losses(model, recipe.collate([example], Draws(0, 0, 1)))
+            alone = recipe.losses(model, recipe.collate([example], BatchRng(0, 0, 1)))
             torch.testing.assert_close(alone[0], loss, rtol=1e-5, atol=1e-5)
 
     @pytest.mark.parametrize("positions", ["rotary", "relative", "relative_key"])
     def test_reach_every_parameter(self, data, positions):  # or DDP would wait for the others
         model = replace(SMALL, positions=positions).build(data).train()
-        batch = SMALL.collate([data.training[0], data.training[1]], Draws(0, 0, 2))
+        batch = SMALL.collate([data.training[0], data.training[1]], BatchRng(0, 0, 2))
         SMALL.losses(model, batch).mean().backward()
         assert [name for name, p in model.named_parameters() if p.grad is None] == []
 
     def test_are_torchs_mean_for_one_example(self, data, model):
-        batch = SMALL.collate([data.training[0]], Draws(0, 0, 1))
+        batch = SMALL.collate([data.training[0]], BatchRng(0, 0, 1))
         logits = model(
             input_features=batch["input_features"], attention_mask=batch["attention_mask"]
         ).logits
@@ -313,7 +309,7 @@ class TestLosses:
 
     def test_too_few_frames_are_no_loss_and_no_gradient(self, data, model):
         short = replace(data.training[0], frames=data.training[0].frames[:2])
-        batch = SMALL.collate([short], Draws(0, 0, 1))
+        batch = SMALL.collate([short], BatchRng(0, 0, 1))
         loss = SMALL.losses(model, batch)
         gradients = torch.autograd.grad(loss.sum(), model.lm_head.weight)
         assert loss.item() == 0
@@ -344,8 +340,8 @@ class TestSettings:
             ({"kernel_size": 4}, "kernel_size must be odd, but got 4"),
             ({"heads": 3}, "heads must be a divisor of hidden_size = 64, but got 3"),
             ({"decibels": (30.0, 10.0)}, "decibels must be two numbers, lower first"),
-            ({"alphabet": "abc"}, "alphabet must be different characters .* but got 'abc'"),
-            ({"alphabet": "aba "}, "alphabet must be different characters"),
+            ({"alphabet": "abc"}, "alphabet must be distinct .* but got 'abc'"),
+            ({"alphabet": "aba "}, "alphabet must be distinct"),
             ({"widest_mask": 41}, "widest_mask must be at most mels = 40, but got 41"),
         ],
     )

@@ -10,7 +10,7 @@ import torch
 
 from microclip import Clipper
 from microclip_lab.speech.recipe import Speech
-from microclip_lab.training.batch_rng import Draws
+from microclip_lab.training.batch_rng import BatchRng
 
 PARAMETERS = 580_000_000
 NEEDED = 10 * 2**30  # bytes: weights, gradients and one more such buffer, 2.3 GB each, and room
@@ -47,14 +47,14 @@ def test_the_model_has_its_full_size(preset):
     with torch.device("meta"):
         model = recipe.build(data)
     assert sum(parameter.numel() for parameter in model.parameters()) > PARAMETERS
-    batch = recipe.collate([data.training[row] for row in range(3)], Draws(0, 0, 3))
+    batch = recipe.collate([data.training[row] for row in range(3)], BatchRng(0, 0, 3))
     inputs = batch["input_features"].to("meta")
     assert inputs.shape == (3, int(batch["attention_mask"].sum(1).max()), 160)
     # without its mask, in which the model looks for zeros: there are no values to look at
     assert model(input_features=inputs).logits.shape == (3, inputs.shape[1], 29)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_two_steps(preset):
     if psutil.virtual_memory().available < NEEDED:
         pytest.skip(f"Two steps need {NEEDED / 2**30:.0f} GiB of free memory.")
@@ -66,7 +66,7 @@ def test_two_steps(preset):
     optimizer = torch.optim.SGD(model.parameters(), 1e-2)
     head = model.lm_head.weight.detach().clone()
     for step in range(2):
-        batch = recipe.collate([data.training[row] for row in range(8)], Draws(0, step, 8))
+        batch = recipe.collate([data.training[row] for row in range(8)], BatchRng(0, step, 8))
         optimizer.zero_grad()
         outcome = clipper.backward(lambda part: recipe.losses(model, part), batch)
         optimizer.step()

@@ -8,15 +8,22 @@ import soundfile
 from hypothesis import given
 from hypothesis import strategies as st
 
-from microclip_lab.speech import librispeech, script, studio
-from microclip_lab.speech.espeak import Line, SpeakingError, speak
-from microclip_lab.speech.features import extract, frame_count, make_extractor
-from microclip_lab.speech.sound import SAMPLING_RATE, read, resampled, with_noise
+from microclip_lab.speech import librispeech, synthesis
+from microclip_lab.speech.features import (
+    SAMPLING_RATE,
+    extract,
+    frame_count,
+    make_extractor,
+    read,
+    resampled,
+    with_noise,
+)
+from microclip_lab.speech.synthesis import SpeakingError, Utterance, speak
 from microclip_lab.training.fetch import cache_folder
 
 from librispeech_chapters import tone
 
-LINE = Line("seven up", "f3", "en-us", 170, 50)
+LINE = Utterance("seven up", "f3", "en-us", 170, 50)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -43,8 +50,8 @@ class TestSpeaking:
         assert len(one) != len(other) or not np.array_equal(one, other)
 
     def test_all_speakers_and_accents_are_there(self):
-        lines = [replace(LINE, text="go", speaker=speaker) for speaker in script.SPEAKERS]
-        lines += [replace(LINE, text="go", accent=accent) for accent in script.ACCENTS]
+        lines = [replace(LINE, text="go", speaker=speaker) for speaker in synthesis.SPEAKERS]
+        lines += [replace(LINE, text="go", accent=accent) for accent in synthesis.ACCENTS]
         assert all(np.abs(sound).max() > 0.01 for sound in speak(lines))
 
     @pytest.mark.parametrize("wrong", [{"speaker": "nobody"}, {"accent": "nowhere"}])
@@ -56,18 +63,18 @@ class TestSpeaking:
 class TestScript:
     @given(st.integers(0, 1000))
     def test_nobody_speaks_in_two_parts(self, seed):
-        cast = script.cast(seed)
-        assert len({*cast.training, *cast.validation, *cast.test}) == len(script.SPEAKERS)
-        assert len(cast.validation) == len(cast.test) == script.HELD_BACK
+        cast = synthesis.cast(seed)
+        assert len({*cast.training, *cast.validation, *cast.test}) == len(synthesis.SPEAKERS)
+        assert len(cast.validation) == len(cast.test) == synthesis.HELD_BACK
         assert set(cast.training).isdisjoint(cast.validation)
         assert set(cast.training).isdisjoint(cast.test)
 
     def test_depends_on_the_seed_alone(self):
-        assert script.corpus(3, 20, 5) == script.corpus(3, 20, 5)
-        assert script.corpus(3, 20, 5) != script.corpus(4, 20, 5)
+        assert synthesis.corpus(3, 20, 5) == synthesis.corpus(3, 20, 5)
+        assert synthesis.corpus(3, 20, 5) != synthesis.corpus(4, 20, 5)
 
     def test_more_utterances_are_the_same_and_more(self):
-        few, many = script.corpus(0, 5, 3), script.corpus(0, 9, 3)
+        few, many = synthesis.corpus(0, 5, 3), synthesis.corpus(0, 9, 3)
         assert many["train-espeak"][:5] == few["train-espeak"]
         assert many["test-espeak"] == few["test-espeak"]
 
@@ -119,7 +126,7 @@ class TestFeatures:
 class TestStudio:
     def test_records_once(self, monkeypatch):
         lines = {"train-espeak": [LINE, LINE], "dev-espeak": [LINE]}
-        folder = studio.recorded(lines, (20, 20), 0)
+        folder = synthesis.recorded(lines, (20, 20), 0)
         found = librispeech.in_split(folder / "train-espeak")
         assert [one.name for one in found] == ["f3-0-00000", "f3-0-00001"]
         assert [one.text for one in found] == ["seven up", "seven up"]
@@ -130,39 +137,39 @@ class TestStudio:
         def silence(lines):
             raise AssertionError("It was recorded a second time.")
 
-        monkeypatch.setattr(studio, "speak", silence)
-        assert studio.recorded(lines, (20, 20), 0) == folder
+        monkeypatch.setattr(synthesis, "speak", silence)
+        assert synthesis.recorded(lines, (20, 20), 0) == folder
         with pytest.raises(AssertionError):
-            studio.recorded(lines, (10, 20), 0)
+            synthesis.recorded(lines, (10, 20), 0)
 
     def test_leaves_nothing_half_done(self):
         before = sorted((cache_folder() / "speech").iterdir())
         with pytest.raises(SpeakingError):
-            studio.recorded({"a": [LINE], "b": [replace(LINE, speaker="nobody")]}, (20, 20), 0)
+            synthesis.recorded({"a": [LINE], "b": [replace(LINE, speaker="nobody")]}, (20, 20), 0)
         assert sorted((cache_folder() / "speech").iterdir()) == before
 
     def test_another_process_may_be_faster(self, monkeypatch):
         lines = {"train-espeak": [replace(LINE, text="one two")]}
-        really, made = studio.speak, []
+        really, made = synthesis.speak, []
 
         def meanwhile(block):
             if not made:
                 made.append(None)
-                made.append(studio.recorded(lines, (20, 20), 0))
+                made.append(synthesis.recorded(lines, (20, 20), 0))
             return really(block)
 
-        monkeypatch.setattr(studio, "speak", meanwhile)
-        assert studio.recorded(lines, (20, 20), 0) == made[1]
+        monkeypatch.setattr(synthesis, "speak", meanwhile)
+        assert synthesis.recorded(lines, (20, 20), 0) == made[1]
         assert not list((cache_folder() / "speech").glob(".recording-*"))
 
     def test_how_lines_are_cut_into_blocks_is_fixed(self, monkeypatch, tmp_path):
         sounds = []
         for place, cores in enumerate((1, 4)):
-            monkeypatch.setattr(studio, "BLOCK", 2)
-            monkeypatch.setattr(studio.os, "cpu_count", lambda cores=cores: cores)
+            monkeypatch.setattr(synthesis, "BLOCK", 2)
+            monkeypatch.setattr(synthesis.os, "cpu_count", lambda cores=cores: cores)
             monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / str(place)))
-            lines = [replace(LINE, speaker=speaker) for speaker in script.SPEAKERS[:5]]
-            folder = studio.recorded({"train": lines}, (10, 20), 0)
+            lines = [replace(LINE, speaker=speaker) for speaker in synthesis.SPEAKERS[:5]]
+            folder = synthesis.recorded({"train": lines}, (10, 20), 0)
             files = sorted(folder.rglob("*.flac"))
             assert len(files) == 5
             sounds.append([file.read_bytes() for file in files])

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from microclip_lab.training.batch_rng import Draws
+from microclip_lab.training.batch_rng import BatchRng
 from microclip_lab.training.fetch import cache_folder
 from microclip_lab.training.train import train
 from microclip_lab.vision import cifar, models
@@ -60,7 +60,7 @@ def test_wrong_labels_are_dropped_from_what_was_drawn():
     assert clean.facts["wrong training labels"] == 0
     assert clean.facts["pictures left out for their wrong labels"] == wrong.sum()
     assert clean.validation.places.tolist() == whole.validation.places.tolist()
-    with pytest.raises(ValueError, match="nobody says it of my/pictures"):
+    with pytest.raises(ValueError, match="but got my/pictures"):
         Vision(data="my/pictures", drop_wrong=True)
 
 
@@ -200,7 +200,7 @@ class Says(torch.nn.Module):
 def test_losses_of_mixed_pictures_are_those_of_soft_targets():
     recipe = Vision(mixup=0.8, cutmix=1.0, label_smoothing=0.1)
     data = recipe.load(0)
-    batch = recipe.collate(first(data, 8), Draws(0, 0, 8))
+    batch = recipe.collate(first(data, 8), BatchRng(0, 0, 8))
     torch.manual_seed(0)
     model = recipe.build(data)
     logits = model(pixel_values=batch["pixel_values"]).logits
@@ -227,17 +227,17 @@ def test_accuracies_by_hand():
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"noise": 1.5}, "noise is a share, from 0 to 1, but got 1.5"),
-        ({"label_smoothing": -0.1}, "label_smoothing is a share"),
+        ({"noise": 1.5}, "noise must be a share from 0 to 1, but got 1.5"),
+        ({"label_smoothing": -0.1}, "label_smoothing must be a share"),
         ({"layers": 0}, "layers must be 1 or more, but got 0"),
         ({"training_pictures": 0}, "training_pictures must be 1 or more"),
-        ({"mixup": -1.0}, "mixup must be 0, which turns it off, or more; got -1.0"),
-        ({"rand_augment": 11.0}, "rand_augment is a magnitude, from 0 to 10, but got 11"),
-        ({"smallest_crop": 0.0}, "smallest_crop is a share of the area"),
+        ({"mixup": -1.0}, "mixup must be 0 \\(off\\) or more, but got -1.0"),
+        ({"rand_augment": 11.0}, "rand_augment must be a magnitude from 0 to 10, but got 11"),
+        ({"smallest_crop": 0.0}, "smallest_crop must be a share of the area"),
         ({"patch_size": 3}, "patch_size must divide the image size 8, but got 3"),
-        ({"hidden_size": 30}, "hidden_size must be a multiple of heads, but 30 is none of 4"),
-        ({"data": "cifar10n", "noise": 0.1}, "noise is made for digits only"),
-        ({"human_labels": "worse_label"}, "human_labels are those of cifar10n"),
+        ({"hidden_size": 30}, "but 30 is not a multiple of 4"),
+        ({"data": "cifar10n", "noise": 0.1}, "noise works with digits only"),
+        ({"human_labels": "worse_label"}, "human_labels works with cifar10n only"),
     ],
 )
 def test_options_that_cannot_be(options, said):
@@ -246,7 +246,9 @@ def test_options_that_cannot_be(options, said):
 
 
 def test_more_pictures_than_there_are():
-    with pytest.raises(ValueError, match="at most 1200, as many as digits has .* but got 1201"):
+    with pytest.raises(
+        ValueError, match="at most 1200, the number of training images of digits, but got 1201"
+    ):
         Vision(training_pictures=1201).load(0)
 
 

@@ -8,7 +8,7 @@ import torch
 from PIL import Image, ImageEnhance, ImageOps
 from torch.nn import functional as F
 
-from microclip_lab.training.batch_rng import Draws
+from microclip_lab.training.batch_rng import BatchRng
 from microclip_lab.vision import augment, randaugment
 from microclip_lab.vision.pictures import Picture, resized, square
 from microclip_lab.vision.recipe import Vision
@@ -44,24 +44,24 @@ def test_even_parts_of_a_batch_are_changed_as_the_whole_is(option, cuts):
     if option != "everything":
         recipe = replace(Vision(), **{option: getattr(EVERYTHING, option)})
     examples = pictures(16)
-    whole = recipe.collate(examples, Draws(5, 3, 16))
+    whole = recipe.collate(examples, BatchRng(5, 3, 16))
     parts, begin = [], 0
     for count in cuts:
-        draws = Draws(5, 3, 16, begin, count)
-        parts.append(recipe.collate(examples[begin : begin + count], draws))
+        rng = BatchRng(5, 3, 16, begin, count)
+        parts.append(recipe.collate(examples[begin : begin + count], rng))
         begin += count
     cut = together(parts)
     assert whole.keys() == cut.keys()
     assert all(torch.equal(whole[name], cut[name]) for name in whole)
     plain = recipe.collate(examples, None)
     assert not torch.equal(plain["pixel_values"], whole["pixel_values"])
-    other_step = recipe.collate(examples, Draws(5, 4, 16))
+    other_step = recipe.collate(examples, BatchRng(5, 4, 16))
     assert not torch.equal(other_step["pixel_values"], whole["pixel_values"])
 
 
 def test_nothing_is_changed_unless_asked_for():
     examples = pictures(6)
-    plain, training = (Vision().collate(examples, draws) for draws in (None, Draws(0, 0, 6)))
+    plain, training = (Vision().collate(examples, rng) for rng in (None, BatchRng(0, 0, 6)))
     assert plain.keys() == training.keys() == {"pixel_values", "labels"}
     assert torch.equal(plain["pixel_values"], training["pixel_values"])
 
@@ -77,17 +77,18 @@ def test_shifts_are_all_that_there_are_and_bring_in_black():
     dots = torch.zeros(600, 1, 5, 5)
     dots[:, :, 2, 2] = 1
     found = {
-        tuple(place[2:]) for place in augment.shifted(dots, 2, Draws(0, 0, 600)).nonzero().tolist()
+        tuple(place[2:])
+        for place in augment.shifted(dots, 2, BatchRng(0, 0, 600)).nonzero().tolist()
     }
     assert found == {(row, column) for row in range(5) for column in range(5)}
-    ones = augment.shifted(torch.ones(50, 3, 4, 4), 1, Draws(0, 0, 50))
+    ones = augment.shifted(torch.ones(50, 3, 4, 4), 1, BatchRng(0, 0, 50))
     assert set(ones.flatten().tolist()) == {0.0, 1.0}
     assert ones.sum((1, 2, 3)).min() == 3 * 9
 
 
 def test_half_are_mirrored():
     ramp = torch.arange(4.0).expand(1000, 1, 2, 4)
-    found = augment.flipped(ramp, Draws(0, 0, 1000))
+    found = augment.flipped(ramp, BatchRng(0, 0, 1000))
     mirrored = (found[:, 0, 0, 0] == 3).float()
     assert torch.equal(found[:, 0, 0, 0] + found[:, 0, 1, 3], torch.full((1000,), 3.0))
     assert 0.45 < mirrored.mean() < 0.55
@@ -95,7 +96,7 @@ def test_half_are_mirrored():
 
 def test_erased_rectangles():
     blank = torch.full((500, 3, 20, 20), 7.0)
-    found = augment.erased(blank, 0.5, Draws(0, 0, 500))
+    found = augment.erased(blank, 0.5, BatchRng(0, 0, 500))
     holes = (found != 7).all(1)
     erased = holes.any((1, 2))
     assert 0.42 < erased.float().mean() < 0.58
@@ -109,12 +110,12 @@ def test_erased_rectangles():
     assert abs(noise.mean()) < 0.05
     assert abs(noise.std() - 1) < 0.05
     assert torch.equal(blank, torch.full((500, 3, 20, 20), 7.0))  # what was given stays
-    assert torch.equal(augment.erased(blank, 0.0, Draws(0, 0, 500)), blank)
+    assert torch.equal(augment.erased(blank, 0.0, BatchRng(0, 0, 500)), blank)
 
 
 def test_random_crops_are_as_large_and_square_as_they_should_be():
     x = torch.arange(60.0).expand(1, 40, 60) / 60
-    boxes = [augment._box(x, drawn, 0.2) for drawn in Draws(0, 0, 2000).random(augment.TRIES, 4)]
+    boxes = [augment._box(x, drawn, 0.2) for drawn in BatchRng(0, 0, 2000).random(augment.TRIES, 4)]
     tops, lefts, heights, widths = (np.array(side) for side in zip(*boxes, strict=True))
     areas, proportions = heights * widths / 2400, widths / heights
     assert 0.18 < areas.min() < 0.25
@@ -131,14 +132,14 @@ def test_a_picture_that_no_crop_fits_into():
     top, left, height, width = augment._box(strip, np.ones((augment.TRIES, 4)), 1.0)
     assert (top, height, width) == (0, 4, 5)
     assert left == (400 - 5) // 2
-    crops = augment.resized_crops([strip], 16, 0.5, Draws(0, 0, 1))
+    crops = augment.resized_crops([strip], 16, 0.5, BatchRng(0, 0, 1))
     assert crops[0].shape == (3, 16, 16)
 
 
 def test_a_crop_is_the_part_of_the_picture_that_it_says():
     ramp = torch.arange(64.0).expand(1, 64, 64) / 64
-    crop = augment.resized_crops([ramp], 32, 0.25, Draws(1, 0, 1))[0]
-    _, left, _, width = augment._box(ramp, Draws(1, 0, 1).random(augment.TRIES, 4)[0], 0.25)
+    crop = augment.resized_crops([ramp], 32, 0.25, BatchRng(1, 0, 1))[0]
+    _, left, _, width = augment._box(ramp, BatchRng(1, 0, 1).random(augment.TRIES, 4)[0], 0.25)
     assert crop[0, :, 16].mean() == pytest.approx((left + width / 2) / 64, abs=0.02)
     assert torch.allclose(crop[0, 0], crop[0, -1], atol=1e-5)
 
@@ -162,7 +163,7 @@ def coloured(count):
 @pytest.mark.parametrize(("mixup", "cutmix"), [(0.8, 0.0), (0.0, 1.0), (0.8, 1.0)])
 def test_neighbours_are_mixed_in_the_share_that_is_said(mixup, cutmix):
     pixels, labels = coloured(64)
-    found = augment.mixed(pixels, labels, mixup, cutmix, Draws(0, 0, 64))
+    found = augment.mixed(pixels, labels, mixup, cutmix, BatchRng(0, 0, 64))
     assert torch.equal(found.labels, labels)
     assert found.partners.tolist() == [row ^ 1 for row in range(64)]
     expected = found.shares * labels + (1 - found.shares) * found.partners
@@ -174,7 +175,7 @@ def test_neighbours_are_mixed_in_the_share_that_is_said(mixup, cutmix):
 def test_cutmix_pastes_one_rectangle_and_mixup_blends():
     pixels, labels = coloured(64)
     for alphas, blends in (((0.8, 0.0), 64), ((0.0, 1.0), 0)):
-        found = augment.mixed(pixels, labels, *alphas, Draws(0, 0, 64)).pixels
+        found = augment.mixed(pixels, labels, *alphas, BatchRng(0, 0, 64)).pixels
         kinds = [len(picture.unique()) for picture in found]
         whole = [(picture == picture.round()).all().item() for picture in found]
         assert sum(kind == 1 and not w for kind, w in zip(kinds, whole, strict=True)) == blends
@@ -185,14 +186,14 @@ def test_cutmix_pastes_one_rectangle_and_mixup_blends():
 
 def test_the_last_of_an_odd_number_is_mixed_with_nobody():
     pixels, labels = coloured(5)
-    found = augment.mixed(pixels, labels, 0.8, 1.0, Draws(0, 0, 5))
+    found = augment.mixed(pixels, labels, 0.8, 1.0, BatchRng(0, 0, 5))
     assert found.partners.tolist() == [1, 0, 3, 2, 4]
     assert torch.allclose(found.pixels[4], pixels[4])
 
 
 def test_with_both_each_picture_has_an_even_chance():
     pixels, labels = coloured(1000)
-    found = augment.mixed(pixels, labels, 0.8, 1.0, Draws(0, 0, 1000)).pixels
+    found = augment.mixed(pixels, labels, 0.8, 1.0, BatchRng(0, 0, 1000)).pixels
     blended = sum((picture != picture.round()).any().item() for picture in found)
     assert 420 < blended < 560
 
@@ -275,7 +276,7 @@ def test_changes_that_find_nothing_to_change():
 @pytest.mark.parametrize("channels", [1, 3])
 def test_every_kind_is_drawn_and_stays_between_0_and_1(channels):
     pixels = torch.rand(400, channels, 9, 7, generator=torch.Generator().manual_seed(1))
-    found = randaugment.rand_augmented(pixels, 9, torch.full((channels,), 0.5), Draws(0, 0, 400))
+    found = randaugment.rand_augmented(pixels, 9, torch.full((channels,), 0.5), BatchRng(0, 0, 400))
     assert found.shape == pixels.shape
     assert found.min() >= 0
     assert found.max() <= 1

@@ -10,8 +10,8 @@ import torch
 from PIL import Image
 
 import microclip
-from microclip_lab.training.batch_rng import Draws
-from microclip_lab.training.layout import LayoutError
+from microclip_lab.training.batch_rng import BatchRng
+from microclip_lab.training.config import LayoutError
 from microclip_lab.vision import folder, models
 from microclip_lab.vision.pictures import set_aside
 from microclip_lab.vision.recipe import Vision
@@ -67,7 +67,7 @@ def test_a_folder_is_learned(tmp_path):
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     for step in range(12):
         optimizer.zero_grad()
-        batch = recipe.collate(list(data.training), Draws(0, step, 20))
+        batch = recipe.collate(list(data.training), BatchRng(0, step, 20))
         clipper.backward(lambda batch: recipe.losses(model, batch), batch)
         optimizer.step()
     model.eval()
@@ -146,11 +146,11 @@ def test_pictures_of_every_shape_become_squares(tmp_path):
         for i, size in enumerate([(1, 1), (3, 200), (200, 3), (18, 18), (17, 18), (640, 480)]):
             photograph(size).save(tmp_path / "train" / name / f"{i}.jpg")
     data = recipe.load(0)
-    for draws in (None, Draws(0, 0, 6)):
+    for rng in (None, BatchRng(0, 0, 6)):
         pictures = [data.training.source.pixels(place) for place in range(6)]
         assert all(min(picture.shape[1:]) == 18 for picture in pictures)
         examples = [data.training[0]._replace(pixels=picture) for picture in pictures]
-        batch = replace(recipe, smallest_crop=0.1).collate(examples, draws)
+        batch = replace(recipe, smallest_crop=0.1).collate(examples, rng)
         assert batch["pixel_values"].shape == (6, 3, 16, 16)
 
 
@@ -191,7 +191,7 @@ def flatten(root):
         (rename("val", "validation"), "val/CLASS/*.jpg", "a folder validation/. Rename it to val/"),
         (rename("val/b", "val/c"), "the classes of", "has no b and also has c"),
         (rename("test/b", "tset"), "two or more classes", "has the folder a/"),
-        (empty("train/a"), "to have pictures (.jpg", "has 1 file (notes.txt)"),
+        (empty("train/a"), "to have images (.jpg", "has 1 file (notes.txt)"),
         (flatten, "for each of two or more classes", "has 8 files (a-0.JPEG, a-1.jpg, a-2.JPEG"),
     ],
 )
@@ -204,29 +204,29 @@ def test_wrong_layouts_say_what_was_expected_and_found(tmp_path, change, expecte
 
 
 def test_a_folder_that_is_none(tmp_path):
-    with pytest.raises(LayoutError, match='must be "digits", "cifar10n" or a folder .* no folder'):
+    with pytest.raises(LayoutError, match='must be "digits", "cifar10n" or a folder .* is not one'):
         Vision(data="cifar10").load(0)
     with pytest.raises(LayoutError, match="has nothing in it"):
         of_folder(tmp_path).load(0)
 
 
 def test_too_few_pictures_to_set_any_aside(tmp_path):
-    with pytest.raises(LayoutError, match="train/ was expected .* but has 2 pictures of 2 classes"):
+    with pytest.raises(LayoutError, match="train/ was expected .* but has 2 images of 2 classes"):
         of_folder(image_folder(tmp_path, [("train", 1)])).load(0)
 
 
 @pytest.mark.parametrize(
     ("content", "found"),
     [
-        (b"<html>404</html>", "none that Pillow knows"),
-        (b"", "none that Pillow knows"),
-        (b"\xff\xd8\xff", "cannot be read|none that Pillow knows"),
+        (b"<html>404</html>", "does not recognize its content"),
+        (b"", "does not recognize its content"),
+        (b"\xff\xd8\xff", "cannot be read|does not recognize its content"),
     ],
 )
 def test_files_that_are_no_pictures(tmp_path, content, found):
     spoil("train/a/0.JPEG", content)(image_folder(tmp_path))
     data = of_folder(tmp_path).load(0)
-    with pytest.raises(LayoutError, match=f"0.JPEG was expected to be a picture, .*({found})"):
+    with pytest.raises(LayoutError, match=f"0.JPEG was expected to be an image, .*({found})"):
         data.training[0]
 
 
@@ -266,5 +266,5 @@ def test_a_checkpoint_for_other_classes_gets_a_new_head(tmp_path):
 
 def test_patches_that_are_too_many(tmp_path):
     recipe = Vision(data=str(image_folder(tmp_path)), patch_size=4)
-    with pytest.raises(ValueError, match="makes 3136 tokens .* larger --patch-size"):
+    with pytest.raises(ValueError, match="into 3136 tokens, .* larger --patch-size"):
         recipe.build(recipe.load(0))

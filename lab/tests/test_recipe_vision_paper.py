@@ -7,12 +7,12 @@ import pytest
 from PIL import Image
 
 from microclip.ledger import open_ledger
-from microclip_lab.training.batch_rng import Draws
+from microclip_lab.training.batch_rng import BatchRng
 from microclip_lab.training.train import train
 from microclip_lab.vision.recipe import Vision
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_papers_model_takes_two_steps_on_stand_in_pictures(tmp_path):
     for label in range(2):
         (tmp_path / "train" / str(label)).mkdir(parents=True)
@@ -22,7 +22,7 @@ def test_the_papers_model_takes_two_steps_on_stand_in_pictures(tmp_path):
     recipe, training = Vision.presets()["paper"]
     recipe = replace(recipe, data=str(tmp_path), judged_pictures=1)
     examples = [recipe.load(0).training[row] for row in range(4)]
-    batch = recipe.collate(examples, Draws(0, 0, 4))
+    batch = recipe.collate(examples, BatchRng(0, 0, 4))
     assert batch["pixel_values"].shape == (4, 3, 224, 224)
     few = {"batch_size": 4, "microbatch_size": 2, "chunk_size": 2, "epochs": None, "steps": 2}
     few |= {"evaluate_every": 2}

@@ -18,15 +18,19 @@ from microclip.cli import main, options_of
 from microclip_lab.commands import REPRODUCE
 from microclip_lab.jobs.storage import open_storage, open_study
 from microclip_lab.jobs.worker_loop import StoppedError, TrialError
-from microclip_lab.reproduction import worker
 from microclip_lab.reproduction.claims import CLAIMS
 from microclip_lab.reproduction.command import announcement, reproduce
 from microclip_lab.reproduction.config import TASKS, WORK, ReproduceConfig
-from microclip_lab.reproduction.jobs import Job
-from microclip_lab.reproduction.plan_check import OtherPlanError, check
-from microclip_lab.reproduction.records import files, path_of, read_all, write
-from microclip_lab.reproduction.rerun import NotTheSameError, do_again, find, made_otherwise
-from microclip_lab.reproduction.run_job import carry_out, order_of
+from microclip_lab.reproduction.record_checks import (
+    NotTheSameError,
+    OtherPlanError,
+    check,
+    find,
+    made_otherwise,
+    rerun,
+)
+from microclip_lab.reproduction.records import Job, files, path_of, read_all, write
+from microclip_lab.reproduction.run_job import run_job, spec_of
 from microclip_lab.reproduction.study import Study
 from microclip_lab.reproduction.tasks import tasks
 
@@ -92,13 +96,13 @@ def test_a_replay_takes_the_steps_of_the_run_with_its_seed(whole):
     records = read_all(whole)
     lengths = records[B4].course["gradient_norm"]
     assert len(lengths) == STEPS
-    order = order_of(PLAN, Job("line", "as-long", "evaluation", None, 200), records)
-    assert order.rule.lengths == lengths
-    assert order.training.learning_rate == 0.03
-    assert order.training.rule == f"gradient_norm of {B4.id}"
+    spec = spec_of(PLAN, Job("line", "as-long", "evaluation", None, 200), records)
+    assert spec.rule.lengths == lengths
+    assert spec.training.learning_rate == 0.03
+    assert spec.training.rule == f"gradient_norm of {B4.id}"
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_killed_and_taken_up_by_two_workers_it_comes_to_the_same(whole, tmp_path):
     out, trap, meeting = tmp_path / "reproduction", tmp_path / "trap", tmp_path / "meeting"
     trap.write_text(str(BEFORE + STEPS // 2))
@@ -129,7 +133,7 @@ def test_interrupted_it_goes_on_from_a_checkpoint(whole, tmp_path, monkeypatch, 
             signal.raise_signal(signal.SIGINT)
 
     monkeypatch.setattr(sweep_recipe, "_fall_into_trap", interrupt)
-    with pytest.raises(StoppedError, match="the same command goes on"):
+    with pytest.raises(StoppedError, match="run the same command again"):
         work_through(out)
     assert len(content(out)) == 2
     work_through(out)
@@ -142,7 +146,7 @@ def test_records_are_the_truth_whatever_the_storage_says(whole, tmp_path, monkey
     path_of(out, B4).unlink()
     work_through(out)  # the storage takes this run for finished
     assert content(out) == content(whole)
-    monkeypatch.setattr(worker, "carry_out", None)
+    monkeypatch.setattr("microclip_lab.reproduction.run_job.run_job", None)
     clone = tmp_path / "clone"
     shutil.copytree(whole / "runs", clone / "runs")
     work_through(clone)  # there is no storage that knows of any run
@@ -172,7 +176,7 @@ def again(records, id):
     console = Console(file=StringIO(), width=120)
     log = Console(file=StringIO(), width=1000)
     try:
-        do_again(PLAN, records, id, console, log)
+        rerun(PLAN, records, id, console, log)
     finally:
         said = console.file.getvalue(), log.file.getvalue()
     return said
@@ -236,13 +240,13 @@ def test_any_record_or_a_known_one(whole):
 def digits():
     """Return how a run of digits is done that looks inside, at the smallest scale."""
     plan = Study(tuple(task for task in tasks("smallest") if task.name == "digits"))
-    return order_of(plan, Job("digits", "b4", "evaluation", 0.001, 200), {})
+    return spec_of(plan, Job("digits", "b4", "evaluation", 0.001, 200), {})
 
 
 @pytest.fixture(scope="module")
 def undisturbed(digits, tmp_path_factory):
     """Return its record."""
-    return carry_out(digits, tmp_path_factory.mktemp("undisturbed") / "run")
+    return run_job(digits, tmp_path_factory.mktemp("undisturbed") / "run")
 
 
 def test_what_is_seen_inside_survives_a_break(digits, undisturbed, tmp_path):
@@ -251,14 +255,14 @@ def test_what_is_seen_inside_survives_a_break(digits, undisturbed, tmp_path):
             raise RuntimeError("a power cut")
 
     with pytest.raises(RuntimeError, match="a power cut"):
-        carry_out(digits, tmp_path, stumble)
-    taken_up = carry_out(digits, tmp_path)
+        run_job(digits, tmp_path, stumble)
+    taken_up = run_job(digits, tmp_path)
     assert [moment["step"] for moment in undisturbed.moments] == [1, 2, 4, 8, 14, 20]
     assert len(undisturbed.course["bound"]) == 20
     assert replace(taken_up, made={}) == replace(undisturbed, made={})
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_page_is_made_of_the_records_that_are_there(undisturbed, tmp_path, capsys):
     write(tmp_path, undisturbed)
     document = tmp_path / "docs" / "a.md"

@@ -6,8 +6,16 @@ import pytest
 
 from microclip.report.statistics import Estimate, t_quantile
 from microclip_lab.reproduction.claims import CLAIMS, CONTROLS, Part
-from microclip_lab.reproduction.effects import Effect, effect
-from microclip_lab.reproduction.quantities import CosineGap, CosineLevel, Gain, Rise, Slope, Speed
+from microclip_lab.reproduction.effects import (
+    CosineGap,
+    CosineLevel,
+    Effect,
+    Gain,
+    Rise,
+    Slope,
+    Speed,
+    effect,
+)
 from microclip_lab.reproduction.verdicts import PartVerdict, controls, decide, judge, together, told
 
 from reproduction_records import everything, moment, plan, record, settled

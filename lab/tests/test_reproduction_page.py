@@ -10,8 +10,8 @@ from playwright.sync_api import Page
 from microclip_lab.reproduction.claims import CLAIMS
 from microclip_lab.reproduction.document import write_document
 from microclip_lab.reproduction.errata import remarks
-from microclip_lab.reproduction.jobs import Job
 from microclip_lab.reproduction.page import write_page
+from microclip_lab.reproduction.records import Job
 from microclip_lab.reproduction.results import summary, write_results
 from microclip_lab.reproduction.study import Study
 from microclip_lab.reproduction.tasks import tasks

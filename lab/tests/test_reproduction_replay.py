@@ -9,7 +9,7 @@ from torch import nn
 
 import microclip
 from microclip.rules import apply
-from microclip_lab.reproduction.replay import Replay
+from microclip_lab.reproduction.run_job import Replay
 from microclip_lab.training.train import train
 
 from tiny_recipe import Tiny, forget_accelerate, training, weights

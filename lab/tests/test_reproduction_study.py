@@ -8,15 +8,29 @@ from dataclasses import replace
 
 import pytest
 
-from microclip_lab.reproduction.arms import PLAIN, Arm, clipped
 from microclip_lab.reproduction.claims import CLAIMS, CONTROLS
 from microclip_lab.reproduction.config import TASKS
-from microclip_lab.reproduction.jobs import Job
-from microclip_lab.reproduction.quantities import Gain, Rise, Slope
-from microclip_lab.reproduction.record_store import Shelf
-from microclip_lab.reproduction.records import Record, RecordError, path_of, read, read_all, write
+from microclip_lab.reproduction.effects import Gain, Rise, Slope
+from microclip_lab.reproduction.records import (
+    Job,
+    Record,
+    RecordError,
+    RecordStore,
+    path_of,
+    read,
+    read_all,
+    write,
+)
 from microclip_lab.reproduction.study import Study
-from microclip_lab.reproduction.tasks import EVALUATION_SEED, TUNING_SEED, Task, tasks
+from microclip_lab.reproduction.tasks import (
+    EVALUATION_SEED,
+    PLAIN,
+    TUNING_SEED,
+    Arm,
+    Task,
+    clipped,
+    tasks,
+)
 
 from tiny_recipe import Tiny, training
 
@@ -207,9 +221,9 @@ def test_what_looks_inside_is_asked_of_arms_that_do(whole):
     for part in parts():
         asked = part.quantity
         if isinstance(asked, Slope):
-            assert all(whole[asked.task].arm(name).looks_inside for name in asked.arms)
+            assert all(whole[asked.task].arm(name).takes_snapshots for name in asked.arms)
         elif type(asked).__name__.startswith("Cosine"):
-            assert whole[asked.task].arm(asked.arm).looks_inside
+            assert whole[asked.task].arm(asked.arm).takes_snapshots
 
 
 def test_what_is_replayed_is_kept(whole):
@@ -300,13 +314,13 @@ def test_a_file_that_is_no_record_is_named(tmp_path, text):
 
 
 def test_the_shelf_sees_what_others_bring_and_take(tmp_path):
-    shelf = Shelf(tmp_path)
-    assert shelf.records() == {}
+    store = RecordStore(tmp_path)
+    assert store.records() == {}
     path = write(tmp_path, FULL)
-    assert set(shelf.records()) == {FULL.job}
-    assert shelf.has(FULL.job)
-    first = shelf.records()[FULL.job]
-    assert shelf.records()[FULL.job] is first  # read once
+    assert set(store.records()) == {FULL.job}
+    assert store.has(FULL.job)
+    first = store.records()[FULL.job]
+    assert store.records()[FULL.job] is first  # read once
     path.unlink()
-    assert shelf.records() == {}
-    assert not shelf.has(FULL.job)
+    assert store.records() == {}
+    assert not store.has(FULL.job)

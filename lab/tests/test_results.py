@@ -9,7 +9,7 @@ from microclip_lab.reproduction.command import study_of
 from microclip_lab.reproduction.config import ReproduceConfig
 from microclip_lab.reproduction.document import write_document
 from microclip_lab.reproduction.page import FILE
-from microclip_lab.reproduction.record_store import Shelf
+from microclip_lab.reproduction.records import RecordStore
 from microclip_lab.reproduction.verdicts import judge
 
 ROOT = Path(__file__).parents[2]
@@ -23,7 +23,7 @@ def study():
 
 @pytest.fixture(scope="module")
 def records():
-    return Shelf(RESULTS).records()
+    return RecordStore(RESULTS).records()
 
 
 def test_every_run_of_the_plan_has_its_record_and_no_other(study, records):

@@ -6,16 +6,15 @@ from collections import Counter
 
 import pytest
 
-from microclip_lab.language.jsonl import Line
 from microclip_lab.language.superglue import load
-from microclip_lab.language.tasks import NAMES, TASKS
-from microclip_lab.training.layout import LayoutError
+from microclip_lab.language.superglue_tasks import NAMES, TASKS, JsonObject
+from microclip_lab.training.config import LayoutError
 
 from superglue_folders import MAKERS, make, write
 
 
 def only(task, i=1):
-    return TASKS[task].examples(Line(MAKERS[task](i), "here"))
+    return TASKS[task].examples(JsonObject(MAKERS[task](i), "here"))
 
 
 class TestForms:
@@ -143,7 +142,7 @@ class TestWrongLayouts:
             assert word in str(caught.value)
 
     def test_no_folder(self, tmp_path):
-        with pytest.raises(LayoutError, match=r'"vader" or a folder .* is no folder'):
+        with pytest.raises(LayoutError, match=r'"vader" or a folder .* is not one'):
             load(tmp_path / "none", seed=0)
 
     def test_nothing_that_is_known(self, tmp_path):

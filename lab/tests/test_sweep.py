@@ -19,8 +19,8 @@ from rich.console import Console
 from microclip.report.comparison import compare
 from microclip.report.runs import read_run
 from microclip_lab.jobs import subprocesses
-from microclip_lab.jobs.job import Cell, Job
-from microclip_lab.jobs.job_queue import Register
+from microclip_lab.jobs.job_queue import JobQueue
+from microclip_lab.jobs.plan import Cell, Job
 from microclip_lab.jobs.storage import open_storage, open_study
 from microclip_lab.jobs.worker_loop import TrialError
 from microclip_lab.sweep import worker
@@ -166,8 +166,8 @@ def test_a_broken_training_stops_no_other_and_is_named(tmp_path):
     with pytest.raises(TrialError, match="seed 2: RuntimeError: the disk is on fire"):
         sweep(tmp_path / "sweep", recipe, learning_rates=(0.1,), seeds=3)
     storage = open_storage(f"sqlite:///{tmp_path / 'sweep' / 'trials.db'}")
-    register = Register(open_study(storage, "sweep", lower_is_better=True), storage, Job.from_json)
-    assert {job.seed for job in register.standing().finished} == {1, 3}
+    queue = JobQueue(open_study(storage, "sweep", lower_is_better=True), storage, Job.from_json)
+    assert {job.seed for job in queue.state().finished} == {1, 3}
 
 
 def test_an_interrupted_training_goes_on_from_its_checkpoint(undisturbed, tmp_path, monkeypatch):
@@ -217,7 +217,7 @@ def whole(tmp_path_factory):
     return out
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_sweep_that_is_killed_loses_nothing_and_comes_to_the_same(whole, tmp_path):
     killed, trap = tmp_path / "sweep", tmp_path / "trap"
     done = []
@@ -235,7 +235,7 @@ def test_a_sweep_that_is_killed_loses_nothing_and_comes_to_the_same(whole, tmp_p
     assert len(resumed) == 2
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_two_workers_share_the_work_and_come_to_the_same(whole, tmp_path):
     shared, meeting = tmp_path / "sweep", tmp_path / "meeting"
     meeting.mkdir()
@@ -269,7 +269,7 @@ def test_options_on_the_command_line():
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"microbatch_sizes": (None,)}, "nothing to compare plain training with"),
+        ({"microbatch_sizes": (None,)}, "there would be nothing to compare"),
         ({"microbatch_sizes": (0,)}, "must be positive, or none for plain training, but got 0"),
         ({"rules": ()}, "at least one rule"),
         ({"learning_rates": (-1.0,)}, "positive and finite, but got -1.0"),
@@ -288,7 +288,7 @@ def test_options_that_make_no_sense_are_refused(options, said):
     [
         ({"microbatch_sizes": (3,)}, "cannot be cut into micro-batches of 3"),
         ({"rules": ("Nonsense",)}, "rule must be one of"),
-        ({"workers": 2}, "not by which command"),
+        ({"workers": 2}, "no command to start them"),
     ],
 )
 def test_what_cannot_be_trained_is_refused_before_anything_is(tmp_path, options, said):
@@ -305,26 +305,26 @@ def test_several_processes_per_training_are_not_for_sweeps(tmp_path, monkeypatch
 
 def test_a_worker_that_ends_badly_is_quoted(tmp_path):
     code = "import sys; sys.exit('no memory')"
-    with subprocesses.fleet([sys.executable, "-c", code], 1, tmp_path) as (hand,):
-        hand.process.wait()
-        assert hand.complaint.endswith("worker-1.log (exit code 1): no memory")
+    with subprocesses.start_workers([sys.executable, "-c", code], 1, tmp_path) as (worker,):
+        worker.process.wait()
+        assert worker.failure.endswith("worker-1.log (exit code 1): no memory")
 
 
 def test_workers_are_gone_when_their_block_is_left(tmp_path):
     code = "from microclip_lab.jobs.subprocesses import *; assert is_worker(); input()"
-    with subprocesses.fleet([sys.executable, "-c", code], 2, tmp_path) as hands:
+    with subprocesses.start_workers([sys.executable, "-c", code], 2, tmp_path) as processes:
         pass
-    assert not any(hand.works for hand in hands)
+    assert not any(worker.is_running for worker in processes)
 
 
 def test_workers_end_with_the_process_that_started_them_even_if_it_is_killed(tmp_path):
-    child = "from microclip_lab.jobs.subprocesses import *; leave_with_parent(); signal.pause()"
+    child = "from microclip_lab.jobs.subprocesses import *; exit_with_parent(); signal.pause()"
     parent = f"""
 import os, signal, sys
 from pathlib import Path
-from microclip_lab.jobs.subprocesses import fleet
-with fleet([sys.executable, "-c", {child!r}], 1, Path({str(tmp_path)!r})) as (hand,):
-    print(hand.process.pid, flush=True)
+from microclip_lab.jobs.subprocesses import start_workers
+with start_workers([sys.executable, "-c", {child!r}], 1, Path({str(tmp_path)!r})) as (worker,):
+    print(worker.process.pid, flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
 """
     done = subprocess.run([sys.executable, "-c", parent], capture_output=True, text=True)

@@ -8,11 +8,10 @@ from dataclasses import replace
 import pytest
 
 from microclip.report.statistics import t_quantile
-from microclip_lab.jobs.job import PLAIN, Cell, Job, Result
-from microclip_lab.sweep.bootstrap import Interval, bootstrap
+from microclip_lab.jobs.plan import PLAIN, Cell, Job, Result
 from microclip_lab.sweep.config import SweepConfig
 from microclip_lab.sweep.grid import Grid, best_rate, rates_to_try
-from microclip_lab.sweep.summary import summarise
+from microclip_lab.sweep.summary import Interval, bootstrap, summarise
 
 FOUR = Cell("MinNorm", 4)
 
@@ -190,7 +189,8 @@ def test_paired_differences_by_hand():
     assert four.last.bootstrap == Interval(1.0, 3.0)  # all three alike: 1/27 on either side
     assert four.best.difference == four.last.difference
     assert four.best.mean.mean == 23.0
-    assert "b = 4. Against plain training it makes +2.0" in summary.verdict
+    assert "b = 4. Compared with plain training, it changes test_score" in summary.verdict
+    assert "(last weights) by +2.0" in summary.verdict
     assert "no clear difference" in summary.verdict
 
 
@@ -209,11 +209,11 @@ def test_the_verdict_follows_the_interval(clipped, said):
 
 
 def test_few_seeds_are_said_to_be_few():
-    assert any("3 seeds are few" in note for note in compared([1.0] * 3, [2.0] * 3).notes)
-    assert not any("are few" in note for note in compared([1.0] * 10, [2.0] * 10).notes)
+    assert any("3 seeds are too few" in note for note in compared([1.0] * 3, [2.0] * 3).notes)
+    assert not any("too few" in note for note in compared([1.0] * 10, [2.0] * 10).notes)
 
 
 def test_a_training_that_diverged_leaves_no_mean():
     summary = compared([1.0, 2.0], [1.0, math.nan])
     assert summary.rows[1].last.mean is None
-    assert any("1 of 2 trainings of b = 4 diverged" in note for note in summary.notes)
+    assert any("1 of 2 runs of b = 4 diverged" in note for note in summary.notes)

@@ -15,8 +15,8 @@ import pytest
 import microclip
 from microclip_lab import theory
 from microclip_lab.theory import conditions, corrected, counterexamples, lemmas, rates, steps
-from microclip_lab.theory.bound import Bound
-from microclip_lab.theory.draws import binomial
+from microclip_lab.theory.binomial import binomial
+from microclip_lab.theory.rates import Bound
 from microclip_lab.theory.symbols import check
 
 

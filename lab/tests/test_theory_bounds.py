@@ -11,9 +11,9 @@ import torch
 
 from microclip import rules
 from microclip_lab.theory import corrected, counterexamples, lemmas
-from microclip_lab.theory.noises import LAWS, SYMMETRIC
 from microclip_lab.theory.simulator import World, efficiency, simulate, update
 from microclip_lab.theory.steps import sgd_step
+from microclip_lab.theory.world import LAWS, SYMMETRIC
 
 SETTINGS = 320
 

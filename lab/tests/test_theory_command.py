@@ -9,7 +9,7 @@ import pytest
 from microclip.cli import main
 from microclip_lab.theory.command import simulated
 from microclip_lab.theory.config import TheoryConfig
-from microclip_lab.theory.table import KINDS, Row, best, lines, rows, sentences, write_csv
+from microclip_lab.theory.table import KINDS, TheoryRow, best, lines, rows, sentences, write_csv
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +42,7 @@ def test_help_teaches(capsys):
         "--smoothness",
         "--gap",
         "default: theory-output",
-        "the paper's at b = 4",
+        "the paper has 5.74 at b = 4",
     ):
         assert part in text
     assert "--no-claims" not in text
@@ -70,7 +70,7 @@ def test_bad_options_are_refused_with_the_value(options, message, capsys):
 
 
 def test_no_sizes_are_refused():
-    with pytest.raises(ValueError, match="microbatch_sizes must name at least one size"):
+    with pytest.raises(ValueError, match="microbatch_sizes must have at least one size"):
         TheoryConfig(microbatch_sizes=())
 
 
@@ -102,20 +102,20 @@ def test_the_table_by_hand(capsys, tmp_path):
     assert float(row["symmetric_total"]) == pytest.approx(2.3125)
     assert "3.31" in text
     assert "2.31" in text
-    assert "it applies to none of these b" in text
+    assert "applies to none of these b" in text
 
 
 def test_the_papers_constants_give_no_best_b_in_between(capsys, tmp_path):
     text = run(capsys, tmp_path)
-    assert text.count("least at b = 512") == 3
-    assert "says nothing of b <= 4" in text
+    assert text.count("smallest at b = 512") == 3
+    assert "says nothing about b <= 4" in text
 
 
 def test_long_draggers_and_little_noise_do(capsys, tmp_path):
     text = run(capsys, tmp_path, "--c", "20", "--sigma", "0.1")
-    assert "corrected, any noise: least at b = 2" in text
+    assert "corrected, any noise: smallest at b = 2" in text
     assert "a best b in between" in text
-    assert "printed in the paper: least at b = 512" in text
+    assert "printed in the paper: smallest at b = 512" in text
 
 
 def test_a_c_that_falls_fast_gives_the_printed_bias_a_least_value():
@@ -167,7 +167,7 @@ def test_simulated_beside_the_bounds(capsys, tmp_path):
 
 def test_a_broken_bound_would_be_said():
     (row,) = rows(TheoryConfig(microbatch_sizes=(4,)))
-    broken = Row(row.b, row.c, row.C, row.bounds, measured=99.0, measured_min=1.0)
+    broken = TheoryRow(row.b, row.c, row.C, row.bounds, measured=99.0, measured_min=1.0)
     assert "exceeds a corrected bound at b = 4" in simulated([broken])
     assert "99.0,1.0" in write_csv([broken])
 
@@ -181,5 +181,5 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path, capsys):
 def test_a_missing_extra_is_named(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert main(["theory", "--out", str(tmp_path / "out")]) == 1
-    assert 'pip install "microclip[plot]"' in capsys.readouterr().err
+    assert 'pip install "microclip-lab"' in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

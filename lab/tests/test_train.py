@@ -12,10 +12,10 @@ from torch import nn
 
 import microclip
 from microclip.report.runs import read_run
-from microclip_lab.training.batch_rng import Draws
+from microclip_lab.training.batch_rng import BatchRng
 from microclip_lab.training.config import DivergedError, SettingError
 from microclip_lab.training.interruption import Stopped
-from microclip_lab.training.order import Order
+from microclip_lab.training.loading import Order
 from microclip_lab.training.train import train
 
 import reference
@@ -48,7 +48,7 @@ def by_hand(recipe, how, clip):
         for group in optimizer.param_groups:
             group["lr"] = how.learning_rate * (1 - step / how.steps)
         rows = [data.training[i] for i in order.rows(step)]
-        batch = recipe.collate(rows, Draws(how.seed, step, how.batch_size))
+        batch = recipe.collate(rows, BatchRng(how.seed, step, how.batch_size))
         size = how.microbatch_size if clip else how.batch_size
         pieces = [
             {name: values[i : i + size] for name, values in batch.items()}
@@ -155,7 +155,7 @@ def test_weights_of_another_model(tmp_path):
             return nn.Sequential(super().build(data), nn.Linear(2, 2))
 
     first = train(Tiny(), training(out=tmp_path / "first", steps=2))
-    with pytest.raises(FileNotFoundError, match="holds no model.safetensors. Give a folder"):
+    with pytest.raises(FileNotFoundError, match="has no model.safetensors. Give a folder"):
         train(Tiny(), training(out=tmp_path / "a", start_from=tmp_path))
     start = first.path / "checkpoints" / "step-000000002"
     with pytest.raises(SettingError, match=r"(?s)another model: .*size mismatch for 0.weight"):
@@ -258,7 +258,7 @@ class TestResume:
         how = training(out=tmp_path / "run", steps=2)
         train(self.recipe, how)
         before = weights(tmp_path / "run")
-        with pytest.raises(FileExistsError, match="holds a run already. Say --resume"):
+        with pytest.raises(FileExistsError, match="already holds a run. Use --resume"):
             train(self.recipe, how)
         with pytest.raises(SettingError, match=r"learning_rate was 0.02 and is now 0.5; seed was"):
             train(self.recipe, replace(how, resume=True, learning_rate=0.5, seed=3))
@@ -277,7 +277,7 @@ class TestResume:
         how = training(out=tmp_path / "run", steps=4)
 
         def second(step, figures):
-            with pytest.raises(FileExistsError, match="is being written by another process"):
+            with pytest.raises(FileExistsError, match="Another process is writing to"):
                 train(self.recipe, replace(how, resume=True))
 
         assert train(self.recipe, how, watch=second).step == 4

@@ -10,7 +10,7 @@ import pytest
 from microclip.cli import main
 from microclip.report.runs import read_run
 from microclip_lab.training.command import read
-from microclip_lab.training.recipe_lookup import OURS, find_recipe
+from microclip_lab.training.recipe_lookup import BUILT_IN, find_recipe
 
 from tiny_recipe import forget_accelerate
 
@@ -41,12 +41,12 @@ def test_help_teaches(capsys, verb):
     assert main([verb, "--help"]) == 0
     assert main([verb]) == 0
     said = capsys.readouterr().out
-    assert all(f"  {name}" in said for name in OURS) or verb == "sweep"
+    assert all(f"  {name}" in said for name in BUILT_IN) or verb == "sweep"
     assert f"microclip {verb} vision" in said
     assert "FILE.py" in said
 
 
-@pytest.mark.parametrize("name", OURS)
+@pytest.mark.parametrize("name", BUILT_IN)
 @pytest.mark.parametrize("verb", ["train", "sweep"])
 def test_help_of_a_recipe(capsys, verb, name):
     with pytest.raises(SystemExit) as exit_:
@@ -82,14 +82,14 @@ def test_a_run_from_start_to_page(capsys, tmp_path):
     assert "examples/s" in said
     assert "min left" in said
     assert "test_accuracy" in said
-    assert f"Look at it: {tmp_path / 'run' / 'report.html'}" in said
+    assert f"Page: {tmp_path / 'run' / 'report.html'}" in said
     run = read_run(Path("run"))
     assert run.command == f"microclip train {OWN} --steps 60 --out run --trackers"
     assert run.metrics["best_test_accuracy"][60] > 0.85
     told = [json.loads(line) for line in Path("run/examples.jsonl").read_text().splitlines()]
     assert len(told) == 369
     assert 0.08 < sum(line["label"] != line["truth"] for line in told) / 369 < 0.25
-    assert "holds a run already" in failed(capsys, "train", OWN, "--steps", "60", "--out", "run")
+    assert "already holds a run" in failed(capsys, "train", OWN, "--steps", "60", "--out", "run")
     again = ["train", OWN, "--steps", "60", "--out", "run", "--trackers", "--resume"]
     forget_accelerate()
     assert main(again) == 0
@@ -106,11 +106,11 @@ def test_a_run_has_a_place_of_its_own_by_default():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--steps", "3"], "needs to know what to train before its options"),
+        (["--steps", "3"], "takes a recipe before its options"),
         (["images"], "There is no recipe 'images'. Choose vision, speech, language, or give"),
-        (["gone.py"], "The recipe gone.py is not there: no such file."),
-        ([TINY, "--preset", "huge"], "has the presets default, dropping, but not 'huge'"),
-        ([TINY, "--preset"], "but not ''"),
+        (["gone.py"], "There is no recipe file gone.py."),
+        ([TINY, "--preset", "huge"], "has no preset 'huge'. Its presets: default, dropping"),
+        ([TINY, "--preset"], "has no preset ''"),
         ([TINY, "--batch-size", "0"], "batch_size must be 1 or more, but got 0."),
         ([TINY, "--rule", "Best"], "rule must be one of"),
         ([TINY, "--chunk-size", "7"], "chunk_size must divide"),
@@ -133,13 +133,13 @@ class TestOwnRecipes:
 
     def test_none_in_the_file(self):
         self.write("x = 1\n")
-        with pytest.raises(ValueError, match="should have one recipe, a subclass of .* has none"):
+        with pytest.raises(ValueError, match="should define one recipe, a subclass of .* has none"):
             find_recipe("mine.py")
 
     def test_several(self):
         source = Path(TINY).read_text()
         self.write(f"{source}\n\n@dataclass(frozen=True)\nclass Other(Tiny):\n    pass\n")
-        with pytest.raises(ValueError, match=r"has Tiny, Other. Say which: mine.py:Tiny"):
+        with pytest.raises(ValueError, match=r"has Tiny, Other. Choose one: mine.py:Tiny"):
             find_recipe("mine.py")
         assert find_recipe("mine.py:Other").__name__ == "Other"
         with pytest.raises(ValueError, match="has no recipe 'Third'; it has Tiny, Other"):

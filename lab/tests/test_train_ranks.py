@@ -38,7 +38,7 @@ def launch(out, *options, processes=1):
     return weights(out)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize(
     "options",
     [
@@ -64,7 +64,7 @@ def test_two_processes_give_the_result_of_one(tmp_path, options):
     assert looks[0] == looks[1]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_killed_and_taken_up_again(tmp_path):
     """Three times here; twenty in benchmarks/train_faults.py."""
     run = [TINY, "--preset", "dropping", "--steps", "800", "--checkpoint-every", "7"]

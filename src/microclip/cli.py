@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import entry_points
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, cast
 
 import microclip
 
@@ -74,7 +74,7 @@ COMMANDS = {
     "report": Command(
         "a page about one run or several: what clipping did, and to whom",
         "microclip.report.command:run",
-        "microclip.report.config:ReportConfig",
+        "microclip.report.command:ReportConfig",
         positional=True,
         needs=("jinja2", "plotly", "pyarrow", "numpy"),
         install="microclip[report]",
@@ -137,9 +137,9 @@ def options_of(name: str, command: Command, arguments: Sequence[str]) -> Any:
         return list(arguments)
     import tyro
 
-    kind: Any = _load(command.options)
+    kind, positional = _load(command.options), cast(Any, tyro.conf.PositionalRequiredArgs)
     return tyro.cli(
-        tyro.conf.PositionalRequiredArgs[kind] if command.positional else kind,
+        positional[kind] if command.positional else kind,
         prog=f"microclip {name}",
         args=list(arguments),
         config=(tyro.conf.FlagCreatePairsOff,),

@@ -1,28 +1,26 @@
-"""The Clipper: what a user holds. It ties the rooms together and does little else."""
+"""The Clipper: the object that users hold. It ties engines, rules and ranks together."""
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch import Tensor, nn
 
-from microclip.distributed.collectives import Collectives
+from microclip import checks
+from microclip.distributed.collectives import LossCommunication
 from microclip.distributed.ddp import Ddp
-from microclip.distributed.outside import Outside, ranks_around, refuse_other_wrappers
-from microclip.engines.base import Engine, MismatchError
-from microclip.engines.choose import ENGINES, SCOPES, Chooser, EngineName, Scope, check
-from microclip.engines.gradients import Gradients, deposit, take, trainable
-from microclip.engines.losses import LossFn, LossPerExampleError, MeansOnly
-from microclip.engines.stream import Stream
-from microclip.engines.tally import REDUCTIONS, Policy, Reduction, Tally
+from microclip.distributed.outer_wrapper import OuterWrapper, refuse_late_sharding
+from microclip.engines.base import Engine
+from microclip.engines.gradients import Gradients, deposit, trainable
+from microclip.engines.losses import LossFn
+from microclip.engines.select import ENGINES, SCOPES, EngineName, EngineSelector, Scope, check
+from microclip.engines.step_record import REDUCTIONS, Policy, Reduction, StepRecord
 from microclip.microbatches import (
-    Cuts,
     Domains,
     Ids,
     Microbatch,
@@ -32,11 +30,13 @@ from microclip.microbatches import (
     is_empty,
 )
 from microclip.mistakes import Mistakes
-from microclip.multitensor import accumulation_dtype
 from microclip.outcome import Outcome
 from microclip.rules import NONFINITE, MinNorm, Nonfinite, Rule
+from microclip.step import Step
+from microclip.wrappers import is_sharded, refuse_unsupported, world_size
 
 if TYPE_CHECKING:
+    from microclip.distributed.fsdp import Fsdp
     from microclip.engines.single_pass.verify import Verify
     from microclip.engines.trial import EngineReport
     from microclip.ledger import Ledger
@@ -57,32 +57,32 @@ class Clipper:
     (4, True)
 
     Args:
-        model: The module whose trainable parameters are clipped together. It must hold
-            everything that is trained; several modules go into one `torch.nn.ModuleList`.
+        model: The module whose trainable parameters are clipped together. It must contain
+            everything that is trained; put several modules into one `torch.nn.ModuleList`.
         microbatch_size: b, the number of examples clipped together; None makes each batch (or
             chunk) one micro-batch.
         rule: How norms become weights; the default is the paper's, `rules.MinNorm()`.
-        engine: "auto", "stream", "two_pass" or "fused": how the gradient is obtained, never what
-            it is. "auto" tries them out on the first batch (see `engine_report`).
+        engine: "auto", "stream", "two_pass" or "fused": how the gradient is computed. It never
+            changes the result. "auto" tries them on the first batch (see `engine_report`).
         reduction: "mean" has the scale of an ordinary mini-batch gradient; "sum", the paper's
             Algorithm 1, is the mean times the number of micro-batches.
-        nonfinite: What to do about a micro-batch gradient with NaN or inf: "propagate" it,
+        nonfinite: What to do with a micro-batch gradient that has NaN or inf: "propagate" it,
             "skip" the micro-batch, or "raise". The latter two read the device once per step.
         grad_scaler: The loss scaler of float16 training. Norms are then those of the unscaled
             loss, and `.grad` stays scaled, as `scaler.step(optimizer)` expects it.
-        memory_budget: Bytes that a single-pass step may hold beside the parameters; larger
-            batches are taken in chunks, which never changes the result. None: what the device has
-            free. Rules that do not stream keep a part of every chunk.
-        scope: For models sharded with `fully_shard`: "rank" makes micro-batches of one rank's
-            examples, "world" of what all ranks process at the same time.
-        verify: How often single passes are checked against a micro-batch alone: "rarely" (on the
-            first batch, at steps 2, 4, 8, ... and whenever the model does something new, which
-            takes at most 1 % of the time), "always", "never", or a number n for every n-th step as
-            well. Where they differ, the step is redone by streaming, with a warning that names the
-            parameter.
+        memory_budget: Bytes that a single-pass step may use besides the parameters; larger batches
+            are processed in chunks, which never changes the result. None: the free memory of the
+            device. Rules that do not stream keep a part of every chunk.
+        scope: For models sharded with `fully_shard`: with "rank" a micro-batch belongs to one rank,
+            with "world" it is what all ranks process at the same time.
+        verify: How often single passes are checked against a micro-batch run on its own: "rarely"
+            (on the first batch, at steps 2, 4, 8, ... and whenever the model does something new,
+            which takes at most 1 % of the time), "always", "never", or a number n for every n-th
+            step as well. If they differ, the step is redone by streaming, with a warning that names
+            the parameter.
         batch_dim: The dimension of a batch's tensors that the examples lie along: 1 for batches of
-            shape (time, examples, ...). Shorter tensors are cut along their last.
-        ledger: A `microclip.Ledger`, which then records every finished step.
+            shape (time, examples, ...). Tensors with fewer dimensions are cut along their last.
+        ledger: A `microclip.Ledger` that records every finished step.
     """
 
     def __init__(
@@ -102,61 +102,50 @@ class Clipper:
         ledger: Ledger | None = None,
     ) -> None:
         rule = MinNorm() if rule is None else rule
-        if not isinstance(model, nn.Module):
-            raise TypeError(
-                f"Clipper needs the model, a torch.nn.Module, but got {type(model).__name__}. "
-                "Put several modules into one torch.nn.ModuleList."
-            )
-        if not isinstance(rule, Rule):
-            raise TypeError(
-                f"rule must be an instance of a Rule, such as microclip.rules.MinNorm(), but got "
-                f"{rule!r}."
-            )
-        _one_of("engine", engine, ENGINES)
-        _one_of("reduction", reduction, REDUCTIONS)
-        _one_of("nonfinite", nonfinite, NONFINITE)
-        _one_of("scope", scope, SCOPES)
-        if ledger is not None and not hasattr(ledger, "record"):
-            raise TypeError(
-                f"ledger must be a microclip.Ledger, but got {ledger!r}. "
-                "Say ledger=microclip.Ledger(path)."
-            )
+        checks.check_model(model)
+        checks.check_rule(rule)
+        checks.check_choice("engine", engine, ENGINES)
+        checks.check_choice("reduction", reduction, REDUCTIONS)
+        checks.check_choice("nonfinite", nonfinite, NONFINITE)
+        checks.check_choice("scope", scope, SCOPES)
+        checks.check_ledger(ledger)
         check(engine, rule)
         trainable(model)
         self.model = model
-        refuse_other_wrappers(model)
+        refuse_unsupported(model)
         self._ddp = Ddp.find(model)
-        self._outside: Outside | None = None
-        self._collectives: Collectives | None = None
-        budget = _check_budget(memory_budget)
-        self._chooser = Chooser(engine, model, grad_scaler, budget, scope, _check_verify(verify))
-        self._ranks = self._ddp.ranks if self._ddp else self._chooser.ranks
-        self._look_around()
+        self._outer_wrapper: OuterWrapper | None = None
+        self._communication: LossCommunication | None = None
+        budget, verify = checks.check_budget(memory_budget), checks.check_verify(verify)
+        self._fsdp = _find_fsdp(model, scope)
+        self._selector = EngineSelector(engine, model, grad_scaler, budget, verify, self._fsdp)
+        self._ranks = self._ddp.ranks if self._ddp else None
+        if self._ranks is None and self._fsdp is not None:
+            self._ranks = self._fsdp.norm_exchange
+        self._detect_ranks()
         self.policy = Policy(rule, check_size(microbatch_size), reduction, nonfinite)
         self.batch_dim = check_batch_dim(batch_dim)
         self.step = 0
         self.ledger = ledger
         self.outcome: Outcome | None = None  # of the last finished step
-        self._tally: Tally | None = None
-        self._engine: Engine | None = None
-        self._notes: list[str] = []
+        self._open: Step | None = None  # the step in progress
         self._mistakes = Mistakes(model)
         self._warned = False
 
     @property
     def engine(self) -> EngineName:
-        """The engine that was asked for; `outcome.engine` says which one did the work."""
-        return self._chooser.name
+        """The requested engine; `outcome.engine` says which one did the work."""
+        return self._selector.name
 
     @property
     def engine_report(self) -> EngineReport | None:
-        """What "auto" found out on the first batch, and chose; None before, or if not "auto"."""
-        return self._chooser.report
+        """What "auto" found on the first batch, and chose; None before that, or if not "auto"."""
+        return self._selector.report
 
     @property
     def grad_scaler(self) -> torch.amp.GradScaler | None:
-        """The loss scaler that was given."""
-        return self._chooser.scaler
+        """The loss scaler, if any."""
+        return self._selector.scaler
 
     def __repr__(self) -> str:
         p = self.policy
@@ -175,16 +164,16 @@ class Clipper:
             loss_fn: Called with a micro-batch of the same structure as `batch`; returns the mean
                 loss over it, or one loss per example.
             batch: A tensor, or any nesting of tuples, lists, dicts and dataclasses of tensors with
-                the examples along their first dimension. Lists with a string for each example are
-                cut as well; everything else is handed on whole.
-            ids: One label per example, to find it again in the outcome.
+                the examples along their first dimension. Lists with one string per example are
+                cut as well; everything else is passed on whole.
+            ids: One label per example, to identify it in the outcome.
             domains: One label per example. Micro-batches never mix domains, and the rule is
                 applied within each.
         """
-        if self._engine is not None:
+        if self._has_folded:
             raise RuntimeError(
-                f"{len(self._current())} micro-batches are folded and not finished. Call finish() "
-                "to use them or discard() to drop them, then backward()."
+                f"{len(self._current().record)} micro-batches are folded but not finished. Call "
+                "finish() to use them or discard() to drop them, then backward()."
             )
         self._fold_batch(loss_fn, batch, ids, domains, final=True)
         return self.finish()
@@ -217,49 +206,45 @@ class Clipper:
         loss_scale: float = 1.0,
         domain: Hashable = None,
     ) -> None:
-        """Add a part of a mini-batch; `finish()` afterwards, once, before the optimizer.
+        """Add a part of a mini-batch; call `finish()` once afterwards, before the optimizer.
 
         `fold(loss_fn, chunk)` cuts a chunk into micro-batches, for mini-batches that do not fit
-        at once. A chunk is cut by itself, so let its size be a multiple of `microbatch_size`.
+        at once. Chunks are cut separately, so make their size a multiple of `microbatch_size`.
 
         `fold()` after your own `loss.backward()` takes what is in `.grad` as the gradient of one
         micro-batch, and clears it. Give its `size` if micro-batches differ in size, and its `loss`
         for the outcome. If the loss was multiplied before the backward pass (by 1 / steps, in loops
-        that accumulate), say so with `loss_scale=1 / steps`: both are then taken as if it had not.
+        that accumulate), pass `loss_scale=1 / steps`, which undoes it for both.
         """
-        if loss_fn is not None:
-            if size is not None or loss is not None or domain is not None or loss_scale != 1:
-                raise TypeError(
-                    "size, loss, loss_scale and domain belong to fold() after your own backward; "
-                    "fold(loss_fn, chunk) finds them out. Did you mean domains=?"
-                )
+        checks.check_fold_arguments(loss_fn, chunk, domains, size, loss, loss_scale, domain)
+        if loss_fn is None:
+            self._fold_gradient(size, loss, loss_scale, ids, domain)
+        else:
             self._fold_batch(loss_fn, chunk, ids, domains, final=False)
-            return
-        if chunk is not None or domains is not None:
-            raise TypeError("fold() with a chunk or domains needs loss_fn: fold(loss_fn, chunk).")
-        self._fold_gradient(size, loss, loss_scale, ids, domain)
 
     def finish(self) -> Outcome:
-        """Apply the rule to all that was folded and add the result to `.grad`."""
-        if self._engine is None and self._ddp is None:
+        """Apply the rule to everything that was folded and add the result to `.grad`."""
+        if not self._has_folded and self._ddp is None:
             raise RuntimeError(
-                "finish() has nothing to finish: no micro-batch was folded since the last one."
+                "finish() has nothing to finish: no micro-batch was folded since the last finish()."
             )
-        engine, tally = self._engine, self._current()
+        step = self._current()
+        engine, record = step.engine, step.record
         parameters = trainable(self.model) if engine is None else engine.parameters
         try:
-            self._chooser.reshard()
-            gradients = self._result(engine, tally, parameters)
+            self._reshard()
+            gradients = self._result(engine, record, parameters)
         finally:
-            notes = tuple(self._notes)
+            notes = tuple(step.notes)
             self.discard()
-        overflowed = self._overflowed(tally)
+        overflowed = self._overflowed(record)
         if overflowed:
             notes += (
                 "The gradients overflowed half precision at this loss scale. The result is NaN, so "
                 "the scaler will lower the scale.",
             )
-        outcome = tally.outcome(engine.name if engine else "none", notes)
+        record.update_rule()
+        outcome = record.outcome(engine.name if engine else "none", notes)
         deposit(parameters, gradients)
         self.outcome = outcome
         self._mistakes.after(parameters)
@@ -267,65 +252,64 @@ class Clipper:
         self.step += 1
         if self.ledger is not None:
             self.ledger.record(self.outcome)
-        if self._outside is not None and self._ddp is None:
-            self._outside.warn_of_replicas()
-        if tally.left_out and not overflowed and not self._warned:
+        if self._outer_wrapper is not None and self._ddp is None:
+            self._outer_wrapper.warn_unwrapped()
+        if record.left_out and not overflowed and not self._warned:
             self._warned = True
             warnings.warn(
-                f"Left {len(tally.left_out)} of {len(tally)} micro-batches out of step "
-                f"{tally.step}: their gradients are not finite. From now on such micro-batches "
-                "are counted in outcome.skipped without a word.",
+                f"Skipped {len(record.left_out)} of {len(record)} micro-batches in step "
+                f"{record.step}: their gradients are not finite. From now on such micro-batches "
+                "are only counted, in outcome.skipped, without a warning.",
                 RuntimeWarning,
                 stacklevel=3,
             )
         return self.outcome
 
     def _result(
-        self, engine: Engine | None, tally: Tally, parameters: dict[str, nn.Parameter]
+        self, engine: Engine | None, record: StepRecord, parameters: dict[str, nn.Parameter]
     ) -> Gradients:
-        """Return the clipped gradient; over all ranks, if there are several."""
+        """Return the clipped gradient, summed over all ranks if there are several."""
         if self._ranks is not None:
             self._ranks.describe(self.policy, self.grad_scaler, parameters)
-        tally.settle()
+        record.sync_ranks()
         if self._ddp is not None:
             self._ddp.end()
-        if engine is None:  # this rank has no examples, but listens, and adds nothing
-            tally.leave_out()
+        if engine is None:  # this rank has no examples, and adds nothing
+            record.leave_out()
             gradients: Gradients = {}
         else:
             with self.local():
                 gradients = engine.finish()
-            if self._overflowed(tally):  # the scaler must see it, on every rank
+            if self._overflowed(record):  # the scaler must see it, on every rank
                 gradients = {name: g.fill_(torch.nan) for name, g in gradients.items()}
         if self._ddp is None:
             return gradients
-        return self._ddp.ranks.sum(tally.step, gradients, parameters)
+        return self._ddp.ranks.sum(record.step, gradients, parameters)
 
-    def _overflowed(self, tally: Tally) -> bool:
-        """Whether micro-batches are to be left out because the loss scale is too large."""
+    def _overflowed(self, record: StepRecord) -> bool:
+        """Whether micro-batches are skipped because the loss scale is too large."""
         scaler = self.grad_scaler
-        return bool(tally.left_out and scaler and tally.overflowed(scaler.get_scale()))
+        return bool(record.left_out and scaler and record.overflowed(scaler.get_scale()))
 
     @contextmanager
     def local(self) -> Iterator[None]:
-        """Inside the block gradients stay on this rank: for `fold()` after your own backward."""
+        """Inside the block, gradients stay on this rank: for `fold()` after your own backward."""
         with (
             nullcontext() if self._ddp is None else self._ddp.local(),
-            nullcontext() if self._outside is None else self._outside.refused(),
+            nullcontext() if self._outer_wrapper is None else self._outer_wrapper.refused(),
         ):
             yield
 
     def discard(self) -> None:
-        """Drop what was folded since the last `finish()`, for instance to leave a bad batch out."""
-        self._engine = self._tally = None
-        self._notes = []
+        """Drop what was folded since the last `finish()`, for example to skip a bad batch."""
+        self._open = None
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint must hold: steps, the rule's state, and what "auto" found.
 
-        What a ledger has recorded until here is written to disk.
+        Also writes everything the ledger has recorded to disk.
         """
-        if self._engine is not None:
+        if self._has_folded:
             raise RuntimeError(
                 "A checkpoint cannot hold half a step: call finish() or discard() before "
                 "state_dict()."
@@ -339,155 +323,47 @@ class Clipper:
         return {
             "step": self.step,
             "rule": self.policy.rule.state_dict(),
-            "trials": self._chooser.trials(),
+            "trials": self._selector.trials(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back what `state_dict` gave."""
+        """Restore what `state_dict` returned."""
         if set(state) - {"trials"} != {"step", "rule"}:
             raise ValueError(
-                "A Clipper's state has the entries 'step' and 'rule', and perhaps 'trials', but "
+                "A Clipper's state has the entries 'step' and 'rule', and optionally 'trials', but "
                 f"got {sorted(state)}."
             )
         self.policy.rule.load_state_dict(state["rule"])
-        self._chooser.take_trials(state.get("trials", []))
+        self._selector.load_trials(state.get("trials", []))
         self.step = state["step"]
 
     def _fold_batch(
         self, loss_fn: LossFn, batch: Any, ids: Ids | None, domains: Domains | None, final: bool
     ) -> None:
-        if not callable(loss_fn):
-            raise TypeError(
-                f"loss_fn must be a function from a micro-batch to its loss, but got "
-                f"{type(loss_fn).__name__}. Clipping needs the loss of every micro-batch, not that "
-                "of the whole batch: backward(loss_fn, batch) instead of backward(loss)."
-            )
+        checks.check_loss_fn(loss_fn)
         b = self.policy.microbatch_size
-        self._chooser.reshard()
-        if self._engine is None:
+        self._reshard()
+        if not self._has_folded:
             self._mistakes.at_start(self.step)
         if self._ddp is not None:
             self._current()
             if is_empty(batch, self.batch_dim):
                 return
-        elif self._chooser.is_sharded and is_empty(batch, self.batch_dim):
-            self._chooser.tell_of_no_examples(self._current())
-        tally = self._current()
-        place = {"first_position": tally.examples, "batch_dim": self.batch_dim}
+        elif self._fsdp is not None and is_empty(batch, self.batch_dim):
+            self._fsdp.report_empty_batch(self._current().record, self.grad_scaler)
+        step = self._current()
+        place = {"first_position": step.record.examples, "batch_dim": self.batch_dim}
         microbatches = cut(batch, b, domains=domains, ids=ids, **place)
-        self._note_sizes(microbatches.examples, final)
+        step.notes += _notes_on_sizes(b, microbatches.examples, final)
         if self.step & (self.step + 1) == 0:
-            tally.on_loss = partial(self._mistakes.in_loss, cuts=microbatches)
+            step.record.on_loss = partial(self._mistakes.in_loss, microbatches=microbatches)
             self._mistakes.in_batch(microbatches, self.step)
         try:
             with self.local(), self._mistakes.watching(microbatches, self.step):
-                self._fold_cuts(loss_fn, microbatches, final)
+                step.fold(loss_fn, microbatches, final, self._communication)
         except BaseException as error:
             self._abandon(error, final)
             raise
-
-    def _fold_cuts(self, loss_fn: LossFn, microbatches: Cuts, final: bool) -> None:
-        def fold(loss_fn: LossFn) -> None:
-            (self._fold_whole if final else self._fold_chunk)(loss_fn, microbatches)
-
-        if self._collectives is None:
-            fold(loss_fn)
-            return
-        before = self._engine
-        if self._collectives.run(fold, loss_fn):
-            return
-        self._chooser.stay_in_step(self._collectives.found)
-        if before is None:
-            self._engine, self._tally = None, Tally(self.policy, self.step, self._ranks)
-        if self._ranks is not None:
-            self._ranks.describe(self.policy, self.grad_scaler, trainable(self.model))
-            self._ranks.agree(self.step, len(microbatches))
-        fold(loss_fn)
-
-    def _fold_chunk(self, loss_fn: LossFn, microbatches: Cuts) -> None:
-        tally = self._current()
-        first = self._engine is None
-        self._engine = self._engine or self._chooser.for_chunks(tally)
-        self._expect_same_parameters(self._engine)
-        microbatches = self._guarded(microbatches)
-        try:
-            self._engine.fold(loss_fn, microbatches, final=False)
-        except MismatchError as error:
-            self._chooser.give_up_single_passes(error)
-            if not first:
-                raise
-            self._tally = Tally(self.policy, self.step, self._ranks)
-            self._engine = self._chooser.for_chunks(self._current())
-            self._engine.fold(loss_fn, microbatches.pristine, final=False)
-
-    def _fold_whole(self, loss_fn: LossFn, microbatches: Cuts) -> None:
-        if self._chooser.wants_to_know(loss_fn, microbatches):
-            guarded = microbatches.keep_copy()
-            if self._fold_means(loss_fn, microbatches.keep_copy()):
-                return
-            microbatches = guarded.reverted()
-        self._engine = self._chooser.for_batch(self._current(), loss_fn, microbatches)
-        microbatches = self._guarded(microbatches)
-        try:
-            self._engine.fold(loss_fn, microbatches, final=True)
-        except Exception as error:
-            # a rare branch of the model, or a batch too large, must not end a training run; if it
-            # is the model that fails, it will fail again
-            if (
-                self._engine.name != "fused"
-                or not self._chooser.may_give_up(error)
-                or not microbatches.can_be_repeated
-            ):
-                raise
-            self._tally = Tally(self.policy, self.step, self._ranks)
-            self._engine = self._chooser.certain_engine(self._current())
-            self._engine.fold(loss_fn, microbatches.pristine, final=True)
-            self._chooser.give_up_single_passes(error)
-
-    def _fold_means(self, loss_fn: LossFn, microbatches: Cuts) -> bool:
-        """Fold by a certain engine if `loss_fn` gives means; return whether it does.
-
-        So `loss_fn` is called no more often than it would be without "auto". If it gives one loss
-        per example, that one call is undone. If it reads what cannot be read again, whatever it
-        gives, it is not called for a trial.
-        """
-        memory = self._chooser.memory
-        before = memory.snapshot(loss_fn)
-        self._engine = self._chooser.certain_engine(self._current())
-        try:
-            function = loss_fn if before.unrepeatable else MeansOnly(loss_fn)
-            self._engine.fold(function, microbatches, final=True)
-        except LossPerExampleError:
-            before.restore()
-            self._engine, self._tally = None, Tally(self.policy, self.step, self._ranks)
-            return False
-        self._chooser.note_certain(loss_fn, microbatches, self._engine.name, before.unrepeatable)
-        return True
-
-    def _guarded(self, microbatches: Cuts) -> Cuts:
-        """Return micro-batches that can be had again where an engine calls `loss_fn` twice."""
-        if self._engine is None or self._engine.name == "stream":
-            return microbatches
-        return self._chooser.memory.guarded(microbatches)
-
-    def _expect_same_parameters(self, engine: Engine) -> None:
-        """Refuse a part of a step in which other parameters are trained than in the first."""
-        now = {id(p) for p in self.model.parameters() if p.requires_grad}
-        if now == {id(parameter) for parameter in engine.parameters.values()}:
-            return
-        changed = [
-            name
-            for name, p in self.model.named_parameters()
-            if p.requires_grad != (name in engine.parameters)
-        ]
-        raise RuntimeError(
-            f"requires_grad of parameter {changed[0]!r} has changed since the first fold() of this "
-            "step, so that its gradient would not be clipped with the others. Freeze and unfreeze "
-            "between finish() and the next fold()."
-            if changed
-            else "The model has got other parameters since the first fold() of this step. Change "
-            "it between finish() and the next fold()."
-        )
 
     def _fold_gradient(
         self,
@@ -497,137 +373,97 @@ class Clipper:
         ids: Ids | None,
         domain: Hashable,
     ) -> None:
-        self._chooser.reshard()
-        if self._chooser.is_sharded:
+        self._reshard()
+        if self._fsdp is not None:
             raise NotImplementedError(
                 "fold() after your own backward would take gradients that FSDP has already "
                 "averaged over ranks, and only this rank's shards of them. Use "
-                "backward(loss_fn, batch) or fold(loss_fn, chunk). `.grad` is as it was."
+                "backward(loss_fn, batch) or fold(loss_fn, chunk). `.grad` is unchanged."
             )
         parameters = trainable(self.model)
-        if not isinstance(loss_scale, int | float) or not 0 < loss_scale < math.inf:
-            raise ValueError(
-                f"loss_scale must be the positive number that the loss was multiplied with, but "
-                f"got {loss_scale!r}. For a loss divided by 8 it is 1 / 8."
-            )
-        if isinstance(loss, int | float):
-            loss = torch.tensor(float(loss))
-        if loss is not None and not isinstance(loss, Tensor):
-            raise TypeError(f"loss must be a tensor or a number, but got {type(loss).__name__}.")
-        if not isinstance(domain, Hashable):
-            raise TypeError(
-                f"domain must be a label that can be looked up, such as a string or a number, but "
-                f"got {domain!r}."
-            )
-        if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
-            raise ValueError(
-                f"size must be a positive integer, the number of examples folded, but got {size!r}."
-            )
+        loss = checks.check_own_backward(size, loss, loss_scale, domain)
         if loss is not None and loss_scale == 1:
             self._mistakes.divided(loss)
-        if self.engine in ("two_pass", "fused") or not self.policy.rule.streams:
-            raise RuntimeError(
-                f"fold() after your own backward sees gradients once, but {self.policy.rule!r} "
-                f"with engine={self.engine!r} must see the examples. Use backward(loss_fn, batch) "
-                "or fold(loss_fn, chunk), or a rule that streams."
-            )
-        self._look_around()
+        checks.check_streams(self.policy.rule, self.engine)
+        self._detect_ranks()
         if self._ddp is not None:
             self._ddp.expect_local()
-        if self._outside is not None:
-            self._outside.expect_none()
-        names = () if ids is None else tuple(ids.tolist() if isinstance(ids, Tensor) else ids)
-        size = check_size(size) or len(names) or 1
-        if names and len(names) != size:
-            raise ValueError(f"The micro-batch has {size} examples, but ids has {len(names)}.")
-        if all(parameter.grad is None for parameter in parameters.values()):
-            raise RuntimeError(
-                "fold() found no gradient: every parameter's .grad is None. Call loss.backward() "
-                "first, and fold() once after each."
-            )
+        if self._outer_wrapper is not None:
+            self._outer_wrapper.expect_none()
+        size, names = checks.size_and_ids(size, ids)
+        checks.check_gradients_exist(parameters)
         kept = [parameter.grad for parameter in parameters.values()]
-        tally = self._current()
-        engine = self._engine or Stream(self.model, parameters, tally, self._chooser.scaler)
-        assert isinstance(engine, Stream)
-        self._expect_same_parameters(engine)
-        self._engine = engine
-        names = names or tuple(range(tally.examples, tally.examples + size))
+        step = self._current()
+        engine = step.stream(parameters)
+        names = names or tuple(range(step.record.examples, step.record.examples + size))
         try:
             microbatch = Microbatch(None, range(size), domain, names)
-            mean_loss = None if loss is None else loss.detach().mean() / loss_scale
-            gradients = take(parameters)
-            if loss_scale != 1:
-                gradients = {
-                    name: gradient.to(accumulation_dtype(gradient)) / loss_scale
-                    for name, gradient in gradients.items()
-                }
-            # their memory may be the user's, who may write the next gradients to it
-            engine.add(gradients, microbatch, mean_loss, is_lent=loss_scale == 1)
+            step.add_gradients(engine, parameters, microbatch, loss, loss_scale)
         except BaseException as error:
             for parameter, gradient in zip(parameters.values(), kept, strict=True):
                 parameter.grad = gradient
             self._abandon(error, final=False)
             raise
 
-    def _current(self) -> Tally:
-        if self._tally is None:
-            self._look_around()
-            if self._ddp is not None:  # by every rank, whether it has examples or not
+    def _current(self) -> Step:
+        """Return the step in progress; start one if there is none."""
+        if self._open is None:
+            self._detect_ranks()
+            if self._ddp is not None:  # on every rank, with or without examples
                 self._ddp.begin(self.step)
-            self._tally = Tally(self.policy, self.step, self._ranks)
-        return self._tally
+            self._open = Step(self.step, self.policy, self._selector, self._ranks)
+        return self._open
 
-    def _look_around(self) -> None:
-        """Take note of other ranks, which may have come to be after this Clipper."""
-        if self._outside is None and ranks_around() > 1 and not self._chooser.is_sharded:
-            self._outside = Outside(self.model)
-            self._collectives = Collectives(self.model)
+    @property
+    def _has_folded(self) -> bool:
+        """Whether the step in progress has micro-batches."""
+        return self._open is not None and self._open.engine is not None
 
-    def _note_sizes(self, examples: int, final: bool) -> None:
-        b = self.policy.microbatch_size
-        if b is not None and final and examples < b:
-            self._notes.append(
-                f"microbatch_size {b} is larger than the batch of {examples}: one micro-batch."
-            )
-        elif b is not None and not final and examples % b:
-            self._notes.append(
-                f"A chunk of {examples} examples is no multiple of microbatch_size {b}: "
-                "its last micro-batch is smaller."
-            )
+    def _detect_ranks(self) -> None:
+        """Check for other ranks, which may have joined after this Clipper was made."""
+        if self._outer_wrapper is None and world_size() > 1 and self._fsdp is None:
+            self._outer_wrapper = OuterWrapper(self.model)
+            self._communication = LossCommunication(self.model)
+
+    def _reshard(self) -> None:
+        """Before parameters are listed, put those that the optimizer has back in place."""
+        if self._fsdp is not None:
+            self._fsdp.reshard()
+        else:
+            refuse_late_sharding(self.model)
 
     def _abandon(self, error: BaseException, final: bool) -> None:
-        """Forget a step that failed half way; what it had added up cannot be taken apart again."""
-        if not final and self._tally is not None and len(self._tally):
+        """Drop a step that failed halfway: a sum of gradients cannot be split again."""
+        if not final and self._open is not None and len(self._open.record):
             error.add_note(
-                f"microclip: the {len(self._tally)} micro-batches folded since the last finish() "
-                "were dropped; start this step anew."
+                f"microclip: the {len(self._open.record)} micro-batches folded since the last "
+                "finish() were dropped. Start this step again."
             )
         self.discard()
 
 
-def _check_budget(memory_budget: object) -> int | None:
-    if memory_budget is None:
-        return None
-    if not isinstance(memory_budget, int) or isinstance(memory_budget, bool) or memory_budget <= 0:
+def _find_fsdp(model: nn.Module, scope: Scope) -> Fsdp | None:
+    """Return how a model is sharded; imports FSDP only if it is."""
+    found = None
+    if is_sharded(model):
+        from microclip.distributed.fsdp import Fsdp
+
+        found = Fsdp.find(model, scope)
+    if scope == "world" and found is None:
         raise ValueError(
-            f"memory_budget must be a positive number of bytes or None, but got {memory_budget!r}. "
-            "For two gibibytes, say 2 * 2**30."
+            'scope="world" is for models sharded with fully_shard(): on others, each rank has its '
+            "own gradients."
         )
-    return memory_budget
+    return found
 
 
-def _check_verify(verify: object) -> Verify:
-    if verify in ("rarely", "always", "never"):
-        return cast("Verify", verify)
-    if isinstance(verify, int) and not isinstance(verify, bool) and verify > 0:
-        return verify
-    raise ValueError(
-        f'verify must be "rarely", "always", "never" or a positive number of steps, but got '
-        f"{verify!r}."
-    )
-
-
-def _one_of(what: str, value: object, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        choices = ", ".join(repr(choice) for choice in allowed)
-        raise ValueError(f"{what} must be one of {choices}, but got {value!r}.")
+def _notes_on_sizes(b: int | None, examples: int, final: bool) -> list[str]:
+    """Return what to say about a batch or chunk that does not match the micro-batch size."""
+    if b is not None and final and examples < b:
+        return [f"microbatch_size {b} is larger than the batch of {examples}: one micro-batch."]
+    if b is not None and not final and examples % b:
+        return [
+            f"A chunk of {examples} examples is not a multiple of microbatch_size {b}: its last "
+            "micro-batch is smaller."
+        ]
+    return []

@@ -1,28 +1,30 @@
-"""`microclip demo`: train on digits with wrong labels, compare, and name the wrong labels.
+"""`microclip demo`: train on digits with wrong labels, plain and clipped, and find these labels.
 
-An example of the library's parts at work, about what a user would write: a `Clipper` in a training
-loop, a `Ledger`, `draggers.score`, and run folders that `write_report` makes a page of.
+Uses the library the way a user would: a `Clipper` in a training loop, a `Ledger`,
+`draggers.score`, and run folders that are turned into a report.
 """
 
 from __future__ import annotations
 
 import shutil
 import statistics
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from microclip.ledger import Ledger
+    from microclip.report.blocks import Page
 
 RATES = (5e-4, 1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2)
 TUNING_SEEDS = (100, 101)  # used for nothing else
 TRAINING, VALIDATION = 900, 297  # of 1,797 images; the other 600 are for testing
-TEST = "test accuracy, %"
-MEMORIZED = "wrong labels memorized, %"
-PICTURES = 120  # of the most suspicious images
+BATCH_SIZE = 32
+TEST = "test accuracy (%)"
+MEMORIZED = "wrong labels memorized (%)"
+PICTURES = 60  # of the most suspicious images
 
 
 @dataclass(frozen=True)
@@ -30,45 +32,39 @@ class DemoConfig:
     """Train on digits with wrong labels, plain and clipped, and find the wrong labels.
 
     Replaces 20 % of the training labels of scikit-learn's digits with wrong ones and trains a small
-    network on them: plain, and with micro-batch clipping. Each gets its own learning rate, tuned on
-    validation images. Ends with a comparison on clean test images, the examples whose gradients
-    were held back most, and a page that shows both. Takes about a minute on two cores.
+    network on them, with plain training and with micro-batch clipping. Each gets its own learning
+    rate, tuned on validation images. Writes a page that compares them on clean test images and
+    shows the training images most likely to be mislabeled. Takes about a minute on two cores.
 
-    More seeds, narrower intervals:  microclip demo --seeds 20
+    More seeds for narrower intervals:  microclip demo --seeds 20
 
     Fewer wrong labels, another micro-batch size:  microclip demo --noise 0.05 --microbatch-size 8
     """
 
     out: Path = Path("demo-output")
-    """Folder for the page and the runs; those of an earlier demo are replaced."""
+    """Folder for the page and the runs; replaces those of an earlier demo."""
     seeds: int = 8
-    """How many times each way is trained for the comparison; 2 or more."""
+    """Number of seeds to train with, plain and clipped; at least 2."""
     steps: int = 400
     """Optimizer steps per training run."""
     microbatch_size: int = 4
-    """b, the images that are clipped together, of 32 in a step."""
+    """b, the number of images clipped together, out of 32 per step."""
     noise: float = 0.2
-    """The share of the training labels that is wrong."""
+    """The fraction of training labels to make wrong."""
 
     def __post_init__(self) -> None:
         if self.seeds < 2:
             raise ValueError(f"seeds must be 2 or more for an interval, but got {self.seeds}.")
         if self.steps < 1:
             raise ValueError(f"steps must be 1 or more, but got {self.steps}.")
-        if not 1 <= self.microbatch_size <= BATCH_SIZE:
-            raise ValueError(
-                f"microbatch_size must be between 1 and {BATCH_SIZE}, but got "
-                f"{self.microbatch_size}."
-            )
+        if not 1 <= (b := self.microbatch_size) <= BATCH_SIZE:
+            raise ValueError(f"microbatch_size must be between 1 and {BATCH_SIZE}, but got {b}.")
         if not 0 < self.noise < 1:
             raise ValueError(f"noise must be between 0 and 1, but got {self.noise}.")
 
 
-BATCH_SIZE = 32
-
-
 class Digits:
-    """Scikit-learn's digits, split by seed, some of the training labels made wrong."""
+    """Scikit-learn's digits, split at random, with some of the training labels made wrong."""
 
     def __init__(self, seed: int, noise: float) -> None:
         import torch
@@ -77,47 +73,36 @@ class Digits:
         pixels, labels = (torch.tensor(part) for part in load_digits(return_X_y=True))
         generator = torch.Generator().manual_seed(seed)
         order = torch.randperm(len(labels), generator=generator)
-        self.train, self.validation, self.test = order.split(
-            [TRAINING, VALIDATION, len(order) - TRAINING - VALIDATION]
-        )
+        self.train, rest = order[:TRAINING], order[TRAINING:]
+        self.validation, self.test = rest[:VALIDATION], rest[VALIDATION:]
         self.pixels = (pixels / 8 - 1).float()
         self.truth, self.labels = labels, labels.clone()
         chosen = torch.randperm(TRAINING, generator=generator)[: round(noise * TRAINING)]
         self.wrong = self.train[chosen]
-        # a shift by 1 to 9 reaches every other class equally often
+        # a shift by 1 to 9 makes every other class equally likely
         shift = torch.randint(1, 10, (len(self.wrong),), generator=generator)
         self.labels[self.wrong] = (labels[self.wrong] + shift) % 10
 
 
 @dataclass
 class Trained:
-    """A network and the data it was trained on; accuracies in percent."""
+    """A trained network and its data."""
 
     model: nn.Module
     digits: Digits
 
     def accuracy(self, rows: Tensor, labels: Tensor) -> float:
-        """Return how many of these images are recognized as labelled."""
+        """Return for what percentage of these images the network predicts the label."""
         import torch
 
         with torch.no_grad():
-            said = self.model(self.digits.pixels[rows]).argmax(1)
-        return 100 * float((said == labels[rows]).float().mean())
+            predicted = self.model(self.digits.pixels[rows]).argmax(1)
+        return 100 * float((predicted == labels[rows]).float().mean())
 
     @property
     def validation(self) -> float:
-        """Accuracy on clean images that learning rates are chosen by."""
+        """Accuracy on the clean images used to tune learning rates."""
         return self.accuracy(self.digits.validation, self.digits.truth)
-
-    @property
-    def test(self) -> float:
-        """Accuracy on clean images that nothing is chosen by."""
-        return self.accuracy(self.digits.test, self.digits.truth)
-
-    @property
-    def memorized(self) -> float:
-        """How many of the wrong labels the network gives back as it was told them."""
-        return self.accuracy(self.digits.wrong, self.digits.labels)
 
 
 def fit(
@@ -143,23 +128,20 @@ def fit(
     def loss_fn(batch: tuple[Tensor, Tensor]) -> Tensor:
         return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
 
-    step = 0
-    while step < config.steps:
-        for places in torch.randperm(TRAINING, generator=order).split(BATCH_SIZE)[:-1]:
-            rows = digits.train[places]
-            batch = digits.pixels[rows], digits.labels[rows]
-            optimizer.zero_grad()
-            clipper.backward(loss_fn, batch, ids=rows)
-            optimizer.step()
-            schedule.step()
-            step += 1
-            if step == config.steps:
-                break
+    for step in range(config.steps):
+        start = step % (TRAINING // BATCH_SIZE) * BATCH_SIZE
+        if start == 0:  # a new epoch
+            shuffled = digits.train[torch.randperm(TRAINING, generator=order)]
+        rows = shuffled[start : start + BATCH_SIZE]
+        optimizer.zero_grad()
+        clipper.backward(loss_fn, (digits.pixels[rows], digits.labels[rows]), ids=rows)
+        optimizer.step()
+        schedule.step()
     return Trained(model, digits)
 
 
 def tuned_rate(config: DemoConfig, size: int | None) -> float:
-    """Return the learning rate with the best validation accuracy, from coarse to fine."""
+    """Return the learning rate with the best validation accuracy, searching coarse to fine."""
 
     def score(rate: float) -> float:
         if rate not in tried:
@@ -174,13 +156,13 @@ def tuned_rate(config: DemoConfig, size: int | None) -> float:
 
 
 def run(config: DemoConfig) -> Path:
-    """Train, compare, write the page; return where it is."""
+    """Train, compare and write the page; return its path."""
     import torch
     from rich.console import Console
 
-    from microclip.report import write_report
+    from microclip.report.write import write_page
 
-    torch.set_num_threads(1)  # these networks are too small for more
+    torch.set_num_threads(1)  # these networks are too small to use more
     console = Console()
     runs = config.out / "runs"
     if runs.exists():
@@ -195,49 +177,67 @@ def run(config: DemoConfig) -> Path:
                 path = runs / f"{name}-seed-{seed}"
                 _record(config, path, size, rate, seed)
                 paths.append(path)
-    page = config.out / "index.html"
-    # the recorded runs first: the page shows curves and examples of those
-    paths.sort(key=lambda path: not path.name.endswith("-seed-0"))
+    path = config.out / "index.html"
     with console.status("Writing the page"):
-        written = write_report(paths, page, title="Digits with wrong labels")
-    for sentence in written.verdict:
+        page = _page(config, paths)
+        write_page(page, path)
+    for sentence in page.verdict:
         console.print(sentence, highlight=False)
-    console.print(f"\nLook at it: {page.resolve()}", soft_wrap=True, highlight=False)
-    return page
+    console.print(f"\npage: {path.resolve()}", soft_wrap=True, highlight=False)
+    return path
 
 
 def _record(config: DemoConfig, path: Path, size: int | None, rate: float, seed: int) -> None:
-    """Train once and write its run folder; that of the first seed with a ledger and pictures."""
+    """Train once and write the run folder; the first clipped run has a ledger and pictures."""
     import microclip
     from microclip.report import RunFolder
 
     wrong = round(config.noise * TRAINING)
-    settings: dict[str, Any] = {
-        "data": f"scikit-learn's digits, {wrong} of {TRAINING} training labels wrong",
-        "optimizer": "AdamW, learning rate falling linearly to 0",
-        "learning rate": rate,
-        "steps": config.steps,
-        "batch size B": BATCH_SIZE,
-    }
-    about = {"microbatch_size": size, "seed": seed, "settings": settings, "headline": TEST}
-    folder = RunFolder(path, group="digits", command="microclip demo", **about)
-    if seed == 0 and size is not None:
-        with microclip.Ledger(folder.ledger) as ledger:
-            trained = fit(config, size, rate, seed, ledger)
-        _describe_images(folder, trained.digits)
-    else:
+    run = RunFolder(
+        path,
+        microbatch_size=size,
+        seed=seed,
+        command="microclip demo",
+        headline=TEST,
+        settings={
+            "data": f"scikit-learn's digits, {wrong} of {TRAINING} training labels wrong",
+            "optimizer": "AdamW, learning rate falling linearly to 0",
+            "learning rate": rate,
+            "steps": config.steps,
+            "batch size B": BATCH_SIZE,
+        },
+    )
+    if seed > 0 or size is None:
         trained = fit(config, size, rate, seed)
-    folder.log_all(config.steps, {TEST: trained.test, MEMORIZED: trained.memorized})
+    else:
+        with microclip.Ledger(run.ledger) as ledger:
+            trained = fit(config, size, rate, seed, ledger)
+        suspicious = set(microclip.draggers.score(run.ledger).top(PICTURES)["id"].to_pylist())
+        for row in trained.digits.train.tolist():
+            # dark ink on light paper
+            picture = (1 - trained.digits.pixels[row].view(8, 8)) / 2 if row in suspicious else None
+            label, truth = int(trained.digits.labels[row]), int(trained.digits.truth[row])
+            run.example(row, image=picture, label=label, truth=truth)
+    digits = trained.digits
+    accuracy = trained.accuracy(digits.test, digits.truth)
+    memorized = trained.accuracy(digits.wrong, digits.labels)
+    run.log_all(config.steps, {TEST: accuracy, MEMORIZED: memorized})
 
 
-def _describe_images(folder: Any, digits: Digits) -> None:
-    """Tell the page how each training image is labelled, and show the most suspicious ones."""
-    import microclip
+def _page(config: DemoConfig, paths: list[Path]) -> Page:
+    """Return the usual report, with the comparison and the wrong labels on top."""
+    from microclip.report.sections import truth_sentences
+    from microclip.report.write import assemble, read_findings
 
-    suspects = set(microclip.draggers.score(folder.ledger).top(PICTURES)["id"].to_pylist())
-    for row in digits.train.tolist():
-        # dark ink on light paper
-        picture = (1 - digits.pixels[row].view(8, 8)) / 2 if row in suspects else None
-        folder.example(
-            row, image=picture, label=int(digits.labels[row]), truth=int(digits.truth[row])
-        )
+    findings = read_findings(paths, PICTURES)
+    comparison, clipping, *_ = findings.summary
+    setup = (
+        f"{round(config.noise * TRAINING)} of {TRAINING} training images have a wrong label. The "
+        "same network was trained plainly and with micro-batch clipping, each with its own tuned "
+        f"learning rate and {config.seeds} seeds. The test images have correct labels."
+    )
+    found = " ".join(truth_sentences(findings.data[0], PICTURES))
+    found += " They are based on losses: a ledger of plain training would do about as well."
+    page = assemble(findings, "Digits with wrong labels")
+    sections = sorted(page.sections, key=lambda one: not one.key.startswith(("compar", "gallery")))
+    return replace(page, verdict=[setup, comparison, found, clipping], sections=sections)

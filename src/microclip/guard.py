@@ -1,8 +1,8 @@
 """The domain guard: does clipping hold a whole domain back?
 
-Clipping weighs examples down whose gradients are long. If those of one domain (a task, a language,
-a source) are longer than those of others, that domain loses its share, step by step, without
-anything being wrong with it. From a ledger, this room says which, by how much, and since when.
+Clipping gives long gradients less weight. If one domain (a task, a language, a source) has longer
+gradients than the others, it loses part of its share in every step, although nothing is wrong with
+it. From a ledger, the guard tells which domain, by how much, and since when.
 """
 
 from __future__ import annotations
@@ -16,23 +16,20 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from microclip.draggers.relative import LIMIT, log_norms
-from microclip.draggers.roster import Numbers, Roster
-from microclip.draggers.series import Values
-from microclip.draggers.source import LedgerLike, Source
-from microclip.draggers.steps import column, members, whole_steps
+from microclip.draggers.source import IdIndex, LedgerLike, Source, column, members, whole_steps
+from microclip.draggers.statistics import LIMIT, Numbers, Values, log_norms
 
-BINS = 10  # of time, in the table over time
-BLOCKS = 6 * BINS  # of neighbouring steps, which the bootstrap draws whole
+BINS = 10  # stretches of training in the table over time
+BLOCKS = 6 * BINS  # of consecutive steps, which the bootstrap resamples
 DRAWS = 2000
-CELLS = 700  # of the histograms that quantiles are read from: 0.02 each
+CELLS = 700  # of the histograms that quantiles are read from, 0.02 wide each
 COLUMNS = ("step", "ids", "size", "norm", "weight", "domain", "skipped")
 
 DomainOf = Mapping[Any, Hashable] | Callable[[Any], Hashable]
 
 
 class DomainWarning(UserWarning):
-    """A domain is held back systematically."""
+    """Clipping systematically holds a domain back."""
 
 
 @dataclass(frozen=True)
@@ -40,10 +37,10 @@ class Finding:
     """A domain that is held back."""
 
     domain: str
-    ratio: float  # its share of the weight over its share of the examples
+    ratio: float  # its share of the weight divided by its share of the examples
     low: float
     high: float
-    steps: int  # in which it stood beside others
+    steps: int  # in which other domains were present too
     message: str
 
     def __str__(self) -> str:
@@ -52,13 +49,13 @@ class Finding:
 
 @dataclass(frozen=True, eq=False)
 class Report:
-    """What the guard saw.
+    """What the guard found.
 
     Attributes:
-        domains: A table with a row per domain, the one most held back first: examples (how many,
-            every appearance counted), example_share, weight_share, ratio with low and high,
-            steps, suppression, and quantiles of log(norm / median norm of the step).
-        over_time: The same for each of ten stretches of training, without intervals.
+        domains: A table with a row per domain, the one held back most first: examples (counting
+            every appearance), example_share, weight_share, ratio with low and high, steps,
+            suppression, and quantiles of log(norm / median norm of the step).
+        over_time: The same for each tenth of training, without intervals.
         findings: The domains that are held back, the worst first.
     """
 
@@ -81,22 +78,22 @@ def check(
 ) -> Report:
     """Compare every domain's share of the weight with its share of the examples.
 
-    Only steps with examples of two domains or more are looked at: there is nothing to compare in
-    others. A warning is given for each domain of which the whole 95 % interval of the ratio lies
-    below `below`, after at least `min_steps` steps. Intervals come from a bootstrap over blocks of
-    neighbouring steps, since steps close to each other are alike.
+    Only steps with examples of at least two domains count: in others there is nothing to compare.
+    A domain gets a warning if the whole 95 % interval of its ratio lies below `below`, after at
+    least `min_steps` steps. Intervals come from a bootstrap over blocks of consecutive steps,
+    because steps close to each other are alike.
 
     Args:
-        ledger: The folder of a ledger, or a `microclip.Ledger`, or what `open_ledger` returned.
-        domain_of: From an example's id to its domain, a mapping or a function, for runs that were
+        ledger: The folder of a ledger, a `microclip.Ledger`, or the result of `open_ledger`.
+        domain_of: A mapping or function from an example's id to its domain, for runs that were
             trained without `domains=`.
-        below: A ratio from which on a domain counts as held back.
-        min_steps: How many steps it takes to say so.
+        below: The ratio below which a domain counts as held back.
+        min_steps: The number of steps needed to say so.
     """
     if not 0 < below <= 1:
         raise ValueError(f"below must be a ratio between 0 and 1, but got {below!r}.")
     source = Source.open(ledger)
-    names = _Names(source, domain_of)
+    names = _DomainIndex(source, domain_of)
     sums = _Sums(source)
     for table in whole_steps(source.microbatches, COLUMNS):
         sums.add(table, names)
@@ -106,25 +103,25 @@ def check(
     return report
 
 
-class _Names:
-    """The domains, numbered, and which rows or examples are of which."""
+class _DomainIndex:
+    """Numbers the domains, and tells which rows or examples belong to which."""
 
     def __init__(self, source: Source, domain_of: DomainOf | None) -> None:
         self.source, self.domain_of = source, domain_of
         self.names: list[str] = []
         self._numbers: dict[str, int] = {}
-        self._roster = Roster(source.integers)
+        self._ids = IdIndex(source.integers)
         self._of_example = np.zeros(0, dtype=np.int64)
 
     def entries(self, table: pa.Table) -> tuple[Numbers, Numbers, Numbers]:
-        """Return rows, the domains that are in them, and with how many examples."""
+        """Return row, domain and number of examples for every domain in every row."""
         if self.domain_of is None:
             rows = np.arange(len(table))
             return rows, self._of_rows(table), table["size"].to_numpy().astype(np.int64)
         ids, sizes = members(table)
-        examples = self._roster.enter(ids)
-        new = self._roster.ids.slice(len(self._of_example)).to_pylist()
-        numbers = np.array([self._number(self._ask(one)) for one in new], dtype=np.int64)
+        examples = self._ids.look_up(ids)
+        new = self._ids.ids.slice(len(self._of_example)).to_pylist()
+        numbers = np.array([self._number(self._domain(one)) for one in new], dtype=np.int64)
         self._of_example = np.concatenate([self._of_example, numbers])
         rows = np.repeat(np.arange(len(table)), sizes)
         return rows, self._of_example[examples], np.ones(len(rows), dtype=np.int64)
@@ -135,14 +132,13 @@ class _Names:
         if given == [None] and not self.names:
             raise ValueError(
                 f"The ledger {self.source.path} has no domains: it was trained without domains=. "
-                "Say which example is of which: check(ledger, domain_of=...), a mapping or a "
-                "function from id to domain."
+                "Pass check(ledger, domain_of=...), a mapping or a function from id to domain."
             )
         places = np.array([self._number(name) for name in given], dtype=np.int64)
         numbers: Numbers = places[coded.indices.to_numpy()]
         return numbers
 
-    def _ask(self, one: Any) -> Hashable:
+    def _domain(self, one: Any) -> Hashable:
         assert self.domain_of is not None
         if callable(self.domain_of):
             return self.domain_of(one)
@@ -163,17 +159,17 @@ class _Names:
 
 
 class _Sums:
-    """Sums by block of steps and domain; memory goes by the number of domains."""
+    """Sums by block of steps and domain; memory grows with the number of domains only."""
 
     def __init__(self, source: Source) -> None:
         self.steps = source.steps
         shape = (BLOCKS, 0)
-        self.weight, self.example = np.zeros(shape), np.zeros(shape)  # shares, added up over steps
+        self.weight, self.example = np.zeros(shape), np.zeros(shape)  # shares, summed over steps
         self.suppression, self.count = np.zeros(shape), np.zeros(shape)
-        self.beside = np.zeros(shape)  # steps that a domain was in, beside others
+        self.mixed = np.zeros(shape)  # steps with this domain and at least one other
         self.cells = np.zeros((BINS, 0, CELLS))
 
-    def add(self, table: pa.Table, names: _Names) -> None:
+    def add(self, table: pa.Table, names: _DomainIndex) -> None:
         rows, domains, counts = names.entries(table)
         total = len(names.names)
         self._grow(total)
@@ -202,7 +198,7 @@ class _Sums:
         self.suppression += summed(counts * (1 - weights[rows] / highest[step]))
         self.count += summed(counts.astype(np.float64))
         _, first = np.unique(step * total + domains, return_index=True)
-        self.beside += np.bincount(place[first], minlength=BLOCKS * total).reshape(BLOCKS, total)
+        self.mixed += np.bincount(place[first], minlength=BLOCKS * total).reshape(BLOCKS, total)
         cell = ((norms[rows] + LIMIT) / (2 * LIMIT) * CELLS).astype(np.int64).clip(0, CELLS - 1)
         time = ago * BINS // len(self.steps)
         flat = (time * total + domains) * CELLS + cell
@@ -210,13 +206,13 @@ class _Sums:
 
     def _grow(self, total: int) -> None:
         more = total - self.weight.shape[1]
-        for name in ("weight", "example", "suppression", "count", "beside"):
+        for name in ("weight", "example", "suppression", "count", "mixed"):
             setattr(self, name, np.pad(getattr(self, name), ((0, 0), (0, more))))
         self.cells = np.pad(self.cells, ((0, 0), (0, more), (0, 0)))
 
 
 def _mixed(steps: Numbers, domains: Numbers, given: Values) -> npt.NDArray[np.bool_]:
-    """Say which entries are of steps that have two domains or more, and any weight at all."""
+    """Return which entries belong to steps with at least two domains and some weight."""
     count = int(domains.max(initial=0)) + 1
     pairs = np.unique(steps * count + domains)
     length = int(steps.max(initial=0)) + 1
@@ -226,11 +222,11 @@ def _mixed(steps: Numbers, domains: Numbers, given: Values) -> npt.NDArray[np.bo
 
 
 def _report(
-    sums: _Sums, names: _Names, below: float, min_steps: int, clipped_by_domain: bool
+    sums: _Sums, names: _DomainIndex, below: float, min_steps: int, clipped_by_domain: bool
 ) -> Report:
     low, high = _bootstrap(sums)
     columns = _columns(sums, slice(None))
-    steps = sums.beside.sum(0).astype(np.int64)
+    steps = sums.mixed.sum(0).astype(np.int64)
     table = pa.table(
         {
             "domain": pa.array(names.names, pa.string()),
@@ -248,7 +244,7 @@ def _report(
     return Report(table, _over_time(sums, names), findings)
 
 
-def _over_time(sums: _Sums, names: _Names) -> pa.Table:
+def _over_time(sums: _Sums, names: _DomainIndex) -> pa.Table:
     each = BLOCKS // BINS
     start, length = sums.steps.start, len(sums.steps)
     tables = []
@@ -285,7 +281,7 @@ def _columns(sums: _Sums, blocks: slice, time: int | None = None) -> dict[str, A
 
 
 def _bootstrap(sums: _Sums) -> tuple[Values, Values]:
-    """Return 95 % intervals of the ratios, blocks of steps drawn again and again."""
+    """Return 95 % intervals of the ratios by resampling blocks of steps."""
     there = sums.example.sum(1) > 0
     weight, example = sums.weight[there], sums.example[there]
     nothing = np.full(weight.shape[1], np.nan)
@@ -302,24 +298,24 @@ def _bootstrap(sums: _Sums) -> tuple[Values, Values]:
 
 def _finding(row: dict[str, Any], clipped_by_domain: bool) -> Finding:
     remedy = (
-        "It has a bound of its own (domains=), so its norms differ more among themselves than "
-        "those of other domains: a larger microbatch_size evens them out."
+        "It already has its own bound (domains=), so its norms vary more than those of other "
+        "domains: a larger microbatch_size evens them out."
         if clipped_by_domain
-        else "Remedy: give domains= to Clipper.backward(), so that each domain has its own bound."
+        else "Remedy: pass domains= to Clipper.backward(), so that each domain has its own bound."
     )
     message = (
         f"Clipping holds the domain {row['domain'][:100]!r} back: it has "
         f"{100 * row['example_share']:.1f} % of the examples and "
         f"{100 * row['weight_share']:.1f} % of the weight, {row['ratio']:.2f} times its share "
         f"(95 % interval {row['low']:.2f} to {row['high']:.2f}, {row['steps']} steps). Half of its "
-        f"gradients are longer than {np.exp(row['log_norm_50']):.2g} times the median of their "
-        f"step. {remedy}"
+        f"gradients are longer than {np.exp(row['log_norm_50']):.2g} times the median norm of "
+        f"their step. {remedy}"
     )
     return Finding(row["domain"], row["ratio"], row["low"], row["high"], row["steps"], message)
 
 
 def _quantile(cells: Values, q: float) -> Values:
-    """Return the middle of the cell up to which a share q of the examples lies."""
+    """Return the center of the cell that holds the q-quantile of the examples."""
     total = cells.sum(1)
     reached = cells.cumsum(1) >= q * total[:, None]
     middle = (reached.argmax(1) + 0.5) / CELLS * 2 * LIMIT - LIMIT

@@ -1,9 +1,9 @@
 """Cutting a batch into micro-batches: nested containers of tensors, domains, ragged ends.
 
-Knows nothing of models, gradients or rules. Slices are contiguous, in the order given; nothing is
-shuffled. Tensors are cut along `batch_dim`, their first dimension unless told otherwise (shorter
-ones along their last), and so are lists with a string for each example; everything else is handed
-on whole.
+Knows nothing of models, gradients or rules. Slices are contiguous and in order; nothing is
+shuffled. Tensors are cut along `batch_dim`, by default their first dimension (tensors with fewer
+dimensions along their last), and so are lists with one string per example; everything else is
+passed on whole.
 """
 
 from __future__ import annotations
@@ -29,37 +29,37 @@ Ids = Tensor | Sequence[Hashable]
 
 @dataclasses.dataclass(frozen=True)
 class Microbatch:
-    """Some examples of one domain."""
+    """A few examples of one domain."""
 
-    source: Any  # the batch they belong to
+    source: Any  # the batch that they are cut from
     positions: Sequence[int]
     domain: Hashable  # None when no domains were given
-    ids: tuple[Hashable, ...]  # positions in the mini-batch when none were given
+    ids: tuple[Hashable, ...]  # positions in the mini-batch when no ids were given
     batch_dim: int = 0
 
     @property
     def size(self) -> int:
-        """How many examples there are."""
+        """The number of examples."""
         return len(self.positions)
 
     @property
     def batch(self) -> Any:
-        """The examples, in the shape of the batch they are cut from, cut anew whenever asked for.
+        """The examples, in a container like the batch's, cut again on every access.
 
-        So a loss function may take its container apart, as that of transformers' Trainer does.
+        So a loss function may modify its container, as that of transformers' Trainer does.
         """
         return _select(self.source, self.positions, self.batch_dim)
 
 
-class Cuts(Sequence[Microbatch]):
-    """The micro-batches of a batch, which are put together when they are asked for.
+class MicrobatchList(Sequence[Microbatch]):
+    """The micro-batches of a batch, each cut when it is accessed.
 
     Args:
-        batch: What they are cut from.
-        positions: Where each one's examples are in it.
-        domains: That of each.
-        ids: Those of each one's examples.
-        spare: A copy of the batch, should somebody write to it.
+        batch: The batch.
+        positions: The positions of the examples in it, for each micro-batch.
+        domains: The domain of each micro-batch.
+        ids: The ids of the examples, for each micro-batch.
+        spare: A copy of the batch, in case it is written to.
         batch_dim: The dimension that the examples lie along.
     """
 
@@ -88,18 +88,18 @@ class Cuts(Sequence[Microbatch]):
     def __getitem__(self, index: int) -> Microbatch: ...
 
     @overload
-    def __getitem__(self, index: slice) -> Cuts: ...
+    def __getitem__(self, index: slice) -> MicrobatchList: ...
 
-    def __getitem__(self, index: int | slice) -> Microbatch | Cuts:
+    def __getitem__(self, index: int | slice) -> Microbatch | MicrobatchList:
         batch, positions, domains, ids = self._batch, self._positions, self.domains, self.ids
         if isinstance(index, slice):
             more = self._spare, self.batch_dim
-            return Cuts(batch, positions[index], domains[index], ids[index], *more)
+            return MicrobatchList(batch, positions[index], domains[index], ids[index], *more)
         return Microbatch(batch, positions[index], domains[index], ids[index], self.batch_dim)
 
-    def chosen(self, rows: Sequence[int]) -> Cuts:
-        """Return some of the micro-batches, in the order given."""
-        return Cuts(
+    def chosen(self, rows: Sequence[int]) -> MicrobatchList:
+        """Return the micro-batches of these rows, in this order."""
+        return MicrobatchList(
             self._batch,
             [self._positions[row] for row in rows],
             [self.domains[row] for row in rows],
@@ -108,25 +108,25 @@ class Cuts(Sequence[Microbatch]):
             self.batch_dim,
         )
 
-    def keep_copy(self) -> Cuts:
-        """Return the same with a copy of the batch in reserve."""
+    def keep_copy(self) -> MicrobatchList:
+        """Return the same micro-batches, with a spare copy of the batch."""
         return self._over(self._batch, copied(self._batch))
 
     @property
-    def as_it_is(self) -> Cuts:
-        """The same, to see later whether somebody has written to the batch from now on."""
+    def as_it_is(self) -> MicrobatchList:
+        """The same micro-batches, tracking writes to the batch from now on."""
         return self._over(self._batch, None)
 
     @property
-    def pristine(self) -> Cuts:
-        """The same of the copy, if there is one: as the batch was before anybody wrote to it."""
+    def pristine(self) -> MicrobatchList:
+        """The same micro-batches, cut from the spare copy if there is one: without later writes."""
         return self if self._spare is None else self._over(self._spare, None)
 
     @property
     def were_edited(self) -> bool:
-        """Whether somebody has written to the batch, or to its copy, since it was cut.
+        """Whether the batch, or its copy, has been written to since it was cut.
 
-        What is written through `.data` or numpy shows only beside a copy.
+        Writes through `.data` or numpy are only found by comparison with a copy.
         """
         if _versions(self._batch) != self._versions:
             return True
@@ -137,12 +137,12 @@ class Cuts(Sequence[Microbatch]):
 
     @property
     def can_be_repeated(self) -> bool:
-        """Whether the batch can be had as it was."""
+        """Whether the original batch is still available."""
         return self._spare is not None or not self.were_edited
 
     @torch.no_grad()
-    def reverted(self) -> Cuts:
-        """Return the same, with whatever was written to the batch undone from the copy."""
+    def reverted(self) -> MicrobatchList:
+        """Return the same micro-batches after undoing writes to the batch, from the copy."""
         if self.were_edited:
             for (_, leaf), (_, copy) in zip(
                 tensors_of(self._batch), tensors_of(self._spare), strict=True
@@ -150,27 +150,27 @@ class Cuts(Sequence[Microbatch]):
                 leaf.copy_(copy)
         return self.as_it_is
 
-    def _over(self, batch: Any, spare: Any) -> Cuts:
-        return Cuts(batch, self._positions, self.domains, self.ids, spare, self.batch_dim)
+    def _over(self, batch: Any, spare: Any) -> MicrobatchList:
+        return MicrobatchList(batch, self._positions, self.domains, self.ids, spare, self.batch_dim)
 
     @cached_property
     def examples(self) -> int:
-        """How many examples there are in all micro-batches."""
+        """The number of examples in all micro-batches."""
         return sum(self.sizes)
 
     @property
     def numbers_per_example(self) -> list[tuple[str, int]]:
-        """Lists and arrays with a number for each example, by name: they are handed on whole."""
+        """Lists and arrays with one number per example, by name: they are passed on whole."""
         return list(_numbers(self._batch, count_examples(self._batch, self.batch_dim), "batch"))
 
     @cached_property
     def leaves(self) -> list[Tensor]:
-        """The tensors of the batch that they are cut from."""
+        """The tensors of the batch."""
         return [leaf for _, leaf in tensors_of(self._batch)]
 
     @property
     def whole(self) -> Any:
-        """All the examples, micro-batch after micro-batch, in a container of their own."""
+        """All examples, micro-batch after micro-batch, in a new container."""
         positions = list(chain.from_iterable(self._positions))
         if positions == list(range(count_examples(self._batch, self.batch_dim))):
             return _map(lambda leaf: leaf, self._batch)
@@ -185,11 +185,11 @@ def cut(
     ids: Ids | None = None,
     first_position: int = 0,
     batch_dim: int = 0,
-) -> Cuts:
+) -> MicrobatchList:
     """Cut a batch into micro-batches of `microbatch_size` examples (None: the whole batch).
 
     With `domains`, the examples are first sorted by domain (a stable sort), so that no micro-batch
-    mixes two; the last micro-batch of each domain may be smaller than the rest.
+    mixes two; the last micro-batch of each domain may be smaller.
 
     >>> [m.size for m in cut(torch.zeros(10, 3), 4)]
     [4, 4, 2]
@@ -207,11 +207,11 @@ def cut(
         positions += pieces
         owners += [domain] * len(pieces)
     labels_of = [tuple([names[i] for i in each]) for each in positions]
-    return Cuts(batch, positions, owners, labels_of, batch_dim=batch_dim)
+    return MicrobatchList(batch, positions, owners, labels_of, batch_dim=batch_dim)
 
 
 def check_size(microbatch_size: object) -> int | None:
-    """Return a valid micro-batch size as an int or None, or explain what is wrong with it."""
+    """Return a valid micro-batch size as an int or None, or raise."""
     if microbatch_size is None:
         return None
     if not isinstance(microbatch_size, bool):
@@ -228,7 +228,7 @@ def check_size(microbatch_size: object) -> int | None:
 
 
 def check_batch_dim(batch_dim: object) -> int:
-    """Return a valid dimension, or explain what is wrong with it."""
+    """Return a valid dimension, or raise."""
     if isinstance(batch_dim, int) and not isinstance(batch_dim, bool) and batch_dim >= 0:
         return batch_dim
     raise ValueError(
@@ -243,7 +243,7 @@ def axis_of(leaf: Tensor, batch_dim: int) -> int:
 
 
 def count_examples(batch: Any, batch_dim: int = 0) -> int:
-    """Return the length of the dimension of the examples, which all tensors of a batch share."""
+    """Return the number of examples, which must be the same in all tensors of a batch."""
     first_name, size = "", -1
     for name, leaf in tensors_of(batch):
         length = leaf.shape[axis_of(leaf, batch_dim)]
@@ -253,9 +253,9 @@ def count_examples(batch: Any, batch_dim: int = 0) -> int:
             where = "first dimension" if batch_dim == 0 else f"dimension {batch_dim}"
             raise ValueError(
                 f"All tensors of a batch must have the examples along their {where}, but "
-                f"{first_name} has {size} and {name} has {length}. Let loss_fn close over what "
-                "does not belong to single examples, and say batch_dim=1 if tensors are (time, "
-                "examples, ...)."
+                f"{first_name} has {size} and {name} has {length}. Let loss_fn close over tensors "
+                "that do not have one entry per example, and pass batch_dim=1 if tensors are "
+                "(time, examples, ...)."
             )
     if size < 0:
         raise ValueError(
@@ -269,13 +269,13 @@ def count_examples(batch: Any, batch_dim: int = 0) -> int:
 
 
 def is_empty(batch: Any, batch_dim: int = 0) -> bool:
-    """Whether a batch has tensors, and no examples in them."""
+    """Whether a batch has tensors, but no examples in them."""
     lengths = [leaf.shape[axis_of(leaf, batch_dim)] for _, leaf in tensors_of(batch)]
     return bool(lengths) and not any(lengths)
 
 
 def _select(batch: Any, positions: Sequence[int], batch_dim: int) -> Any:
-    """Return the batch with only these examples: views where they are neighbours, else copies."""
+    """Return the batch with only these examples: views if they are contiguous, else copies."""
 
     def strings(texts: Any) -> Any:
         if len(texts) != count_examples(batch, batch_dim):
@@ -299,7 +299,7 @@ def _select(batch: Any, positions: Sequence[int], batch_dim: int) -> Any:
 
 
 def copied(batch: Any) -> Any:
-    """Return a batch whose tensors can be changed without harm."""
+    """Return a batch with copies of all tensors."""
     return _map(_copy, batch)
 
 
@@ -310,14 +310,14 @@ def _copy(leaf: Tensor) -> Tensor:
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors are the same, as far as looking costs nothing; NaN is equal to itself."""
+    """Whether two tensors are equal; NaN equals itself. True if reading them is not free."""
     if not multitensor.on_host(one) or torch.equal(one, other):
         return True
     return bool(((one == other) | ((one != one) & (other != other))).all())
 
 
 def _versions(batch: Any) -> list[int]:
-    """Return what tells whether somebody has written to a tensor of a batch, or replaced it."""
+    """Return numbers that change when a tensor of a batch is written to or replaced."""
     return [
         -1 if leaf.is_inference() else leaf._version + (id(leaf) << 32)
         for _, leaf in tensors_of(batch)
@@ -356,12 +356,12 @@ def _as_list(labels: Tensor | Sequence[Hashable] | None, what: str, size: int) -
             f"but {what} has {len(found)}."
         )
     if any(isinstance(label, float) and math.isnan(label) for label in found):
-        raise ValueError(f"{what} holds NaN, which is equal to nothing, not even to itself.")
+        raise ValueError(f"{what} contains NaN, which is not equal to anything, not even itself.")
     return found
 
 
 def tensors_of(node: Any, name: str = "batch") -> Iterator[tuple[str, Tensor]]:
-    """Yield every tensor that will be cut, with a name a user can find it by."""
+    """Yield every tensor that will be cut, with a name that locates it."""
     if isinstance(node, Tensor):
         if node.dim() > 0:
             yield name, node
@@ -374,7 +374,7 @@ def _children(node: Any) -> list[tuple[str, Any]]:
     if isinstance(node, PackedSequence):
         raise TypeError(
             "A PackedSequence cannot be cut into examples. Put the padded tensor and the lengths "
-            "into the batch and pack them inside loss_fn."
+            "into the batch, and pack them inside loss_fn."
         )
     if isinstance(node, Mapping):
         return [(f"[{key!r}]", child) for key, child in node.items()]
@@ -388,18 +388,18 @@ def _children(node: Any) -> list[tuple[str, Any]]:
 def _map(
     function: Callable[[Tensor], Tensor], node: Any, strings: Callable[[Any], Any] | None = None
 ) -> Any:
-    """Rebuild a nested container with its tensors replaced, and lists of strings; types stay."""
+    """Rebuild a nested container of the same types, replacing tensors and lists of strings."""
     if isinstance(node, Tensor):
         return function(node) if node.dim() > 0 else node
     if isinstance(node, Mapping):
-        # a copy keeps what a BatchEncoding holds beside its data
+        # a copy keeps what a BatchEncoding holds besides its data
         mapping = copy.copy(node) if isinstance(node, MutableMapping) else dict(node)
         mapping.update({key: _map(function, child, strings) for key, child in node.items()})
         return mapping
     if _is_dataclass(node):
         rebuilt = copy.copy(node)
         for field in dataclasses.fields(node):
-            # past __setattr__ and __post_init__: frozen classes and checks of whole batches
+            # bypasses frozen classes and checks in __post_init__ that expect whole batches
             child = _map(function, getattr(node, field.name), strings)
             object.__setattr__(rebuilt, field.name, child)
         return rebuilt
@@ -413,7 +413,7 @@ def _map(
 
 
 def _numbers(node: Any, count: int, name: str) -> Iterator[tuple[str, int]]:
-    """Yield lists and arrays of so many numbers, with a name a user can find them by."""
+    """Yield lists and arrays with this many numbers, with a name that locates them."""
     if isinstance(node, Tensor):
         return
     is_list = isinstance(node, list) and all(type(each) in (int, float, bool) for each in node)
@@ -426,7 +426,7 @@ def _numbers(node: Any, count: int, name: str) -> Iterator[tuple[str, int]]:
 
 
 def _are_strings(values: Sequence[Any]) -> bool:
-    """Whether these are strings, of which some may be missing."""
+    """Whether these are strings, some of which may be None."""
     kinds = set(map(type, values))
     return bool(kinds & {str, bytes}) and kinds <= {str, bytes, type(None)}
 

@@ -1,27 +1,28 @@
-"""Mistakes in training loops that give a wrong gradient without an error, noticed and named.
+"""Detects mistakes in training loops that give a wrong gradient without an error.
 
-Each is warned of once per Clipper, with its remedy. Nothing here runs a model, and nothing changes
-a result: it looks at `.grad`, at the graphs of losses and at the shapes that modules get.
+Each is reported once per Clipper, with its remedy. Nothing here runs a model or changes a result:
+it looks at `.grad`, at the graphs of losses and at the shapes that modules receive.
 """
 
 from __future__ import annotations
 
 import warnings
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from microclip import multitensor, time_first
-from microclip.microbatches import Cuts, tensors_of
+from microclip import multitensor
+from microclip.microbatches import MicrobatchList, tensors_of
 
-# what a sum may be over that is not over examples, by what it is made of
+# a sum over one of these is not a sum over examples
 NO_EXAMPLES = frozenset(f"{name}Backward0" for name in ("Stack", "Cat", "Mul"))
-SUM = 2  # what graphs have for reduction="sum"
+SUM = 2  # how autograd saves reduction="sum"
 
-# what the gradient of a mean is called in graphs
+# nodes of autograd graphs that take a mean
 MEANS = frozenset(
     f"{name}Backward0"
     for name in (
@@ -33,14 +34,14 @@ MEANS = frozenset(
 
 
 class Mistakes:
-    """Looks for mistakes in the steps of one Clipper."""
+    """Detects mistakes in the steps of one Clipper."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._told: set[str] = set()
-        self._repeats = False  # whether the batch has one example several times
-        self._smallest: nn.Parameter | None = None  # a parameter, to look at its gradient
-        self._deposited: Tensor | None = None  # that, as it was put there
+        self._repeats = False  # whether the batch repeats an example
+        self._smallest: nn.Parameter | None = None  # the parameter whose gradient is checked
+        self._deposited: Tensor | None = None  # its gradient after the last step
 
     def _tell(self, what: str, message: str) -> None:
         if what not in self._told:
@@ -48,7 +49,7 @@ class Mistakes:
             warnings.warn(message, RuntimeWarning, stacklevel=5)
 
     def at_start(self, step: int) -> None:
-        """Notice gradients of the step before, to which this step's would be added."""
+        """Detect gradients of the previous step, to which this step's would be added."""
         if step == 0 or step & (step + 1) or self._smallest is None:
             return
         gradient = self._smallest.grad
@@ -57,21 +58,21 @@ class Mistakes:
         if multitensor.on_host(gradient) and bool(gradient.any()):
             self._tell(
                 "not empty",
-                "`.grad` still holds the gradient of the step before, and this step's is added to "
-                "it. Call optimizer.zero_grad() before each backward(). To put several batches "
-                "into one step, call fold(loss_fn, batch) for each and finish() once: only then "
-                "are they clipped together.",
+                "`.grad` still holds the gradient of the previous step, and this step's is added "
+                "to it. Call optimizer.zero_grad() before each backward(). To combine several "
+                "batches into one step, call fold(loss_fn, batch) for each and finish() once: only "
+                "then are they clipped together.",
             )
 
     def after(self, parameters: dict[str, nn.Parameter]) -> None:
-        """Remember a gradient that was put into `.grad`, of a parameter that takes no memory."""
+        """Remember the gradient of the smallest parameter, which takes little memory."""
         if self._smallest is None or self._smallest.grad is None:
             reached = [p for p in parameters.values() if p.grad is not None]
             self._smallest = min(reached, key=Tensor.numel, default=None)
         self._deposited = None if self._smallest is None else self._smallest.grad
 
     def equal_losses(self, losses: Tensor | None, norms: Tensor, step: int) -> None:
-        """Notice micro-batches that all have the same loss and gradient."""
+        """Detect micro-batches that all have the same loss and gradient norm."""
         if step & (step + 1) or losses is None or len(norms) < 2 or not multitensor.on_host(norms):
             return
         same_losses = bool((losses == losses[0]).all())
@@ -85,7 +86,7 @@ class Mistakes:
             )
 
     def divided(self, loss: Tensor, parts: int | None = None) -> None:
-        """Notice a mean loss that was divided by a number of steps, or of parts if it is given."""
+        """Detect a mean loss that was divided by a number of steps, or by `parts` if given."""
         inner, divisor = _division(loss)
         if inner is None or inner.name() not in MEANS or _is_sum(inner):
             return
@@ -95,37 +96,37 @@ class Mistakes:
         self._tell(
             "divided",
             f"The loss is a mean that was divided{shown}. If that is the number of accumulation "
-            "steps, the gradient comes out too small by it, since the mean over micro-batches is "
-            "taken by finish(). Do not divide, or say fold(loss_scale=1 / steps).",
+            "steps, the gradient comes out too small by that factor, because finish() already "
+            "takes the mean over micro-batches. Do not divide, or pass fold(loss_scale=1 / steps).",
         )
 
-    def in_batch(self, cuts: Cuts, step: int) -> None:
-        """Notice what is handed on whole though it seems to belong to the examples."""
-        if step & (step + 1) or len(cuts) < 2:
+    def in_batch(self, microbatches: MicrobatchList, step: int) -> None:
+        """Detect values that are passed on whole but seem to belong to the examples."""
+        if step & (step + 1) or len(microbatches) < 2:
             return
-        one, other = (list(tensors_of(each.batch)) for each in cuts[:2])
+        one, other = (list(tensors_of(each.batch)) for each in microbatches[:2])
         pairs = zip(one, other, strict=True)
         self._repeats = all(
             multitensor.on_host(a) and torch.equal(a, b) for (_, a), (_, b) in pairs
         )
-        for name, count in cuts.numbers_per_example:
+        for name, count in microbatches.numbers_per_example:
             self._tell(
                 "whole",
-                f"{name} holds {count} numbers, as many as there are examples, but is no tensor: "
-                "loss_fn gets all of them with every micro-batch. Make it a tensor, which is cut "
+                f"{name} holds {count} numbers, one per example, but is not a tensor, so loss_fn "
+                "gets all of them with every micro-batch. Make it a tensor, which is cut together "
                 "with the examples.",
             )
 
-    def in_loss(self, loss: Tensor, size: int, cuts: Cuts) -> None:
-        """Notice a loss that is no mean over the examples it was given.
+    def in_loss(self, loss: Tensor, size: int, microbatches: MicrobatchList) -> None:
+        """Detect a loss that is not the mean over the examples of its micro-batch.
 
         Args:
-            loss: Of a micro-batch.
-            size: Its size.
-            cuts: All micro-batches.
+            loss: The loss of a micro-batch.
+            size: The size of that micro-batch.
+            microbatches: All micro-batches of the batch.
         """
-        examples = cuts.examples
-        self.divided(loss, len(cuts))
+        examples = microbatches.examples
+        self.divided(loss, len(microbatches))
         inner, divisor = _division(loss)
         is_sum = size > 1 and _is_sum(loss.grad_fn, size)
         if inner is not None and divisor == examples != size and _is_sum(inner, size):
@@ -139,29 +140,65 @@ class Mistakes:
                 'example: use reduction="mean" or "none".',
             )
 
-    def watching(self, cuts: Cuts, step: int) -> AbstractContextManager[None]:
-        """Inside the block, in the first step, notice sequences whose time was cut."""
-        if step or len(cuts) < 2:
+    def watching(self, microbatches: MicrobatchList, step: int) -> AbstractContextManager[None]:
+        """Inside the block, in the first step, detect sequences that were cut along time."""
+        if step or len(microbatches) < 2:
             return nullcontext()
-        counts = {*cuts.sizes, cuts.examples}
-        return time_first.watching(self._model, counts, partial(self._tell, "time first"))
+        counts = {*microbatches.sizes, microbatches.examples}
+        return watch_for_time_first(self._model, counts, partial(self._tell, "time first"))
+
+
+@contextmanager
+def watch_for_time_first(
+    model: nn.Module, counts: set[int], warn: Callable[[str], None]
+) -> Iterator[None]:
+    """Warn if a recurrent or attention layer that takes time first is given examples first.
+
+    Args:
+        model: The model that runs inside the block.
+        counts: The numbers of examples that it may be given at once.
+        warn: Called with the message at the end of the block.
+    """
+    found: list[tuple[str, tuple[int, ...]]] = []
+
+    def look(name: str, _: nn.Module, args: Any, kwargs: Any) -> None:
+        given = args[0] if args else kwargs.get("input", kwargs.get("query"))
+        if isinstance(given, Tensor) and given.dim() == 3:
+            time, examples = given.shape[:2]
+            if time in counts and examples not in counts:
+                found.append((name, tuple(given.shape)))
+
+    with ExitStack() as hooks:
+        for name, module in model.named_modules():
+            if isinstance(module, nn.RNNBase | nn.MultiheadAttention) and not module.batch_first:
+                label = f"{type(module).__name__} {name!r}"
+                hook = module.register_forward_pre_hook(partial(look, label), with_kwargs=True)
+                hooks.enter_context(hook)
+        yield
+    if found:
+        name, shape = found[0]
+        warn(
+            f"{name} has batch_first=False and got a tensor of shape {shape}, so what was counted "
+            f"as {shape[0]} examples seems to be time. If your batches have time first, pass "
+            "batch_dim=1; if examples do come first, build the layer with batch_first=True."
+        )
 
 
 def _division(loss: Tensor) -> tuple[Any, float | None]:
-    """Return what a loss was divided from, and by which number; None where it was not."""
+    """Return the graph node that was divided, and the divisor; None if there is no division."""
     node: Any = loss.grad_fn
     if node is None or node.name() != "DivBackward0":
         return None, None
     try:
         divisor = getattr(node, "_saved_other", None)
-    except RuntimeError:  # after a backward pass, graphs do not tell
+    except RuntimeError:  # saved tensors are freed after a backward pass
         divisor = None
     number = divisor.item() if isinstance(divisor, Tensor) and divisor.numel() == 1 else None
     return node.next_functions[0][0], number
 
 
 def _is_sum(node: Any, size: int | None = None) -> bool:
-    """Whether a node of a graph adds up; over so many examples, if that is asked."""
+    """Whether a graph node is a sum; if `size` is given, also a sum over that many examples."""
     if getattr(node, "_saved_reduction", None) == SUM:
         return True
     if node is None or node.name() != "SumBackward0" or size is None:

@@ -1,11 +1,11 @@
-"""Operations over all gradients of a model at once; the one place that touches `torch._foreach_*`.
+"""Operations over all gradients of a model at once; the only user of `torch._foreach_*`.
 
-Norms are taken block by block and combined in float64. One reduction over a large float32 tensor
-drifts (8e-4 over 40 million elements on a CPU, so an embedding table would break "exact"); small
-blocks stay below 1e-6 at worst and cost no more.
+Norms are taken block by block and combined in float64. A single reduction over a large float32
+tensor drifts (8e-4 over 40 million elements on a CPU, so an embedding table would not be exact);
+small blocks stay below 1e-6 at worst and cost no more.
 
 Squares leave the range of their dtype long before the numbers do: those of float32 lose digits
-below 1e-19 and overflow above 1e19. So a norm near either end is taken again, scaled.
+below 1e-19 and overflow above 1e19. So a norm near either end is recomputed, scaled.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from torch import Tensor
 
 BLOCK = 1024
 HALF = (torch.float16, torch.bfloat16)
-# norms between these are right: what squares lose beyond is below 1e-7 of them
+# norms in these ranges are accurate: squares lose less than 1e-7 of them
 SAFE_SINGLE, SAFE_DOUBLE = (1e-10, 1e18), (1e-140, 1e140)
-LARGEST_FACTOR = 1e30  # that gradients of float32 are multiplied with at once
+LARGEST_FACTOR = 1e30  # that float32 gradients are multiplied by at once
 
 
 def on_host(tensor: Tensor) -> bool:
-    """Whether reading a value of this tensor costs nothing."""
+    """Whether reading a value of this tensor is free."""
     return tensor.device.type == "cpu"
 
 
@@ -49,7 +49,7 @@ def norm(tensors: list[Tensor], device: torch.device) -> Tensor:
 
 
 def is_safe(norm: float, tensors: list[Tensor]) -> bool:
-    """Whether a norm that was taken by squares of these tensors is far from both ends of them."""
+    """Whether a norm computed by squaring these tensors is well within range."""
     if SAFE_SINGLE[0] < norm < SAFE_SINGLE[1]:
         return True
     low, high = SAFE_DOUBLE
@@ -57,7 +57,7 @@ def is_safe(norm: float, tensors: list[Tensor]) -> bool:
 
 
 def _scaled_norm(tensor: Tensor) -> Tensor:
-    """Return the norm of a tensor of any magnitude: largest x |tensor / largest|."""
+    """Return the norm of a tensor of any magnitude: max x |tensor / max|."""
     flat = _flat(tensor).to(widest(tensor.device))
     largest = flat.abs().max()
     if not 0 < largest.item() < math.inf:
@@ -67,7 +67,7 @@ def _scaled_norm(tensor: Tensor) -> Tensor:
 
 
 def join(norms: Iterable[Tensor], device: torch.device) -> Tensor:
-    """Return the norm of the whole from the norms of its parts."""
+    """Combine the norms of parts into the norm of the whole."""
     parts = [part.to(device) for part in norms]
     if not parts:
         return torch.zeros((), device=device, dtype=widest(device))
@@ -83,7 +83,7 @@ def _block_norms(tensors: list[Tensor]) -> Tensor:
     blocks, ends = [], []
     for tensor in tensors:
         flat = _flat(tensor)
-        if flat.dtype in HALF:  # faster and more exact than a reduction that widens as it goes
+        if flat.dtype in HALF:  # faster and more accurate than a reduction that widens as it goes
             flat = flat.float()
         end = flat.numel() % BLOCK
         whole = flat.numel() - end
@@ -98,7 +98,7 @@ def _block_norms(tensors: list[Tensor]) -> Tensor:
 
 
 def squared_norms(tensors: Tensor) -> Tensor:
-    """Return the squared L2 norm of each entry along the first dimension, added up widely."""
+    """Return the squared L2 norm of each entry along the first dimension, in a wide dtype."""
     if tensors.is_complex():
         tensors = torch.view_as_real(tensors)
     flat = as_rows(tensors)
@@ -114,17 +114,17 @@ def squared_norms(tensors: Tensor) -> Tensor:
 
 
 def as_rows(tensors: Tensor) -> Tensor:
-    """Return each entry along the first dimension as one row, in the order of the memory."""
-    return tensors.unsqueeze(1) if tensors.dim() == 1 else as_it_lies(tensors).flatten(1)
+    """Return each entry along the first dimension as one row, in memory order."""
+    return tensors.unsqueeze(1) if tensors.dim() == 1 else in_memory_order(tensors).flatten(1)
 
 
-def as_it_lies(tensors: Tensor) -> Tensor:
-    """Return each entry along the first dimension with its elements in the order of the memory."""
+def in_memory_order(tensors: Tensor) -> Tensor:
+    """Return each entry along the first dimension with its elements in memory order."""
     return tensors.permute(0, *_order(tensors)) if not tensors.is_contiguous() else tensors
 
 
-def put_back(lying: Tensor, tensors: Tensor) -> Tensor:
-    """Return one entry of `as_it_lies(tensors)`, or what became of it, in the right order."""
+def from_memory_order(lying: Tensor, tensors: Tensor) -> Tensor:
+    """Undo `in_memory_order(tensors)` for one entry."""
     if tensors.is_contiguous():
         return lying
     order = _order(tensors)
@@ -132,24 +132,24 @@ def put_back(lying: Tensor, tensors: Tensor) -> Tensor:
 
 
 def _order(tensors: Tensor) -> list[int]:
-    """Return the dimensions but the first as they follow each other in memory."""
+    """Return all dimensions but the first, in memory order."""
     return sorted(range(1, tensors.dim()), key=tensors.stride, reverse=True)
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """Return the elements in a row, in whatever order the memory has them."""
+    """Return the elements as one row, in memory order."""
     if not tensor.is_contiguous():
-        tensor = as_it_lies(tensor.unsqueeze(0))
+        tensor = in_memory_order(tensor.unsqueeze(0))
     return tensor.reshape(-1)
 
 
 def accumulation_dtype(tensor: Tensor) -> torch.dtype:
-    """Return the dtype to add gradients up in: never half precision, which drifts."""
+    """Return the dtype to accumulate gradients in: never half precision, which drifts."""
     return torch.float32 if tensor.dtype in HALF else tensor.dtype
 
 
 def widened(tensor: Tensor) -> Tensor:
-    """Return a tensor in a precision that its products can be added up in."""
+    """Return a tensor in a precision that its products can be accumulated in."""
     return tensor.float() if tensor.dtype in HALF else tensor
 
 
@@ -180,13 +180,13 @@ def multiply_(tensors: list[Tensor], coefficient: Tensor) -> None:
             if tensors and factor != 1:
                 torch._foreach_mul_(tensors, factor)
         return
-    for device in {tensor.device for tensor in tensors}:  # more than one: a model cut over devices
+    for device in {tensor.device for tensor in tensors}:  # several if the model is split
         here = [tensor for tensor in tensors if tensor.device == device]
         torch._foreach_mul_(here, coefficient.to(device))
 
 
 def _in_range(coefficient: float) -> list[float]:
-    """Return factors that float32 has room for, and whose product is the coefficient."""
+    """Return factors within the range of float32 whose product is the coefficient."""
     if not is_extreme(coefficient):
         return [coefficient]
     count = math.ceil(abs(math.log(coefficient)) / math.log(LARGEST_FACTOR))
@@ -195,5 +195,5 @@ def _in_range(coefficient: float) -> list[float]:
 
 
 def is_extreme(coefficient: float) -> bool:
-    """Whether a coefficient must reach gradients of float32 in two factors."""
+    """Whether a coefficient must be applied to float32 gradients in several factors."""
     return 0 < coefficient < 1 / LARGEST_FACTOR or LARGEST_FACTOR < coefficient < math.inf

@@ -1,7 +1,7 @@
-"""What one step did: norms, weights and bounds of its micro-batches, and whose examples they were.
+"""What one step did: norms, weights and bounds of its micro-batches, and the ids of their examples.
 
-Everything is a tensor on the device of the gradients and nothing is copied to the host before
-somebody reads a value, so looking at outcomes costs nothing until one looks.
+Tensors stay on the device of the gradients, and nothing is copied to the host until a value is
+read. Knows nothing of models, engines or rules.
 """
 
 from __future__ import annotations
@@ -17,47 +17,47 @@ from torch import Tensor
 class Outcome:
     """One entry per micro-batch, in the order they were processed (domains sorted)."""
 
-    step: int  # how many steps this clipper had finished before
+    step: int  # the number of steps that were finished before
     loss: Tensor | None  # mean over all examples; None if no loss was given to `fold()`
-    losses: Tensor | None  # mean over each micro-batch
-    example_losses: Tensor | None  # in the order of `ids`, if loss_fn gives one loss per example
+    losses: Tensor | None  # mean loss of each micro-batch
+    example_losses: Tensor | None  # in the order of `ids`, if loss_fn returns one per example
     norms: Tensor  # |g_j|
-    weights: Tensor  # what g_j was multiplied with: 0 for a zero gradient or a skipped one
+    weights: Tensor  # the factor of g_j: 0 for a zero gradient or a skipped one
     bounds: Tensor  # the bound of the micro-batch's domain
     sizes: Tensor  # examples in the micro-batch
-    skipped: Tensor  # bool: left out because its norm was not finite
-    domains: tuple[Hashable, ...]  # None, each of them, when no domains were given
+    skipped: Tensor  # bool: skipped because its norm was not finite
+    domains: tuple[Hashable, ...]  # all None when no domains were given
     ids: tuple[tuple[Hashable, ...], ...]  # positions in the mini-batch when no ids were given
     engine: str  # the engine that did the work
-    notes: tuple[str, ...] = ()  # what a user may want to know about this step
+    notes: tuple[str, ...] = ()  # remarks on this step for the user
 
     def __len__(self) -> int:
         return len(self.ids)
 
     @property
     def bound(self) -> Tensor:
-        """The bound; with several domains, the smallest of theirs."""
+        """The bound; with several domains, the smallest one."""
         return self.bounds.min() if len(self) else self.bounds.new_full((), torch.nan)
 
     @property
     def mean_weight(self) -> Tensor:
-        """What was left of the average example's gradient."""
+        """The mean weight per example."""
         return _mean(self.weights, self._shares)
 
     @property
     def suppression(self) -> Tensor:
-        """Per micro-batch: how much less weight it got than the one with the most. 0: none."""
+        """Per micro-batch: 1 - weight / (largest weight), so 0 for the largest."""
         return 1 - self.weights / self.weights.max().clamp(min=torch.finfo(self.weights.dtype).tiny)
 
     @property
     def effective_sample_size(self) -> Tensor:
-        """How many equally weighted examples would count as much, (sum w)^2 / sum w^2."""
+        """The equivalent number of equally weighted examples, (sum w)^2 / sum w^2."""
         mean, square = self.mean_weight, _mean(self.weights.square(), self._shares)
         return self._shares.sum() * mean.square() / square.clamp(min=torch.finfo(square.dtype).tiny)
 
     @property
     def weight_shares(self) -> dict[Hashable, Tensor]:
-        """Per domain: its share of all the weight given in this step."""
+        """Per domain: its share of the total weight in this step."""
         given = self._shares * self.weights
         total = given.sum().clamp(min=torch.finfo(given.dtype).tiny)
         rows: dict[Hashable, list[int]] = {}

@@ -1,25 +1,25 @@
 r"""Rules: from the norms of a mini-batch's micro-batch gradients to the weight each one gets.
 
-Pure functions of a vector; no model, no gradient and no domain in sight. A rule sees the norms of
-one domain. `apply` stands between engines and rules: it keeps the norms that do not count away
-from the rule, so that every rule, also a user's own, treats the edge cases alike.
+Pure functions of a vector that know nothing of models, gradients or domains: a rule sees the norms
+of one domain. Engines call rules through `apply`, which hides the norms that do not count, so that
+every rule, custom ones included, treats the edge cases the same way.
 
 ==================  ==========================================================================
 norms               what comes out, for every rule
 ==================  ==========================================================================
-one is zero         weight 0; it is no candidate for the bound; the others are as without it
+one is zero         weight 0, and not a candidate for the bound; the others are as without it
 all are zero        weights 0, bound 0: the gradient is zero, not NaN
 one micro-batch     a bound taken from the norms (MinNorm, Median, Mean, Quantile): weight
-                    exactly 1, the plain gradient. Unit, Fixed and Automatic know their bound
-                    beforehand and keep to it: normalised, globally clipped, damped gradient
+                    exactly 1, the plain gradient. Unit, Fixed and Automatic have a bound of their
+                    own and use it: normalized, globally clipped, damped gradient
 tiny (1e-40)        as any other: norms are float64, so neither 1/norm nor its square overflows,
                     and a weight of 1e40 reaches float32 gradients in two factors
 NaN or inf          "propagate": all weights and the bound are NaN, so the gradient is NaN;
                     "skip": weight 0, the others are as without it;
-                    "raise": an error, and `.grad` stays as it was
+                    "raise": an error, and `.grad` is unchanged
 huge spread (1e30)  as any other: a weight of 1e-30 is kept, not flushed to zero
-weights of a rule   that are negative, NaN, infinite or no tensor: an error that names the rule (on
-of your own         an accelerator, where looking would stall it, NaN: the gradient shows it)
+weights of a        that are negative, NaN, infinite or not a tensor: an error that names the rule
+custom rule         (on an accelerator, where checking would stall it: NaN, also in the gradient)
 ==================  ==========================================================================
 
 >>> import torch
@@ -48,24 +48,25 @@ NONFINITE: tuple[str, ...] = get_args(Nonfinite)
 
 
 class Rule:
-    """Norms to weights. Subclass it and write `weights`; that is all a rule must have.
+    """Maps norms to weights. Subclass it and write `weights`; nothing else is required.
 
     A NaN among `norms` marks a micro-batch that does not count (its gradient is zero, or it was
-    skipped): use reductions that pass over NaN, such as `torch.nanmedian`, and `minimum` here.
+    skipped): use reductions that ignore NaN, such as `torch.nanmedian` or `minimum` from here.
     What a rule returns for a NaN does not matter. Do not read values on the host (`.item()`,
     `if norm > ...`): on an accelerator that would stall every step.
     """
 
     def weights(self, norms: Tensor, sizes: Tensor) -> Tensor:
-        """Return one weight per micro-batch, from all the norms and sizes of one domain."""
+        """Return one weight per micro-batch, given all norms and sizes of one domain."""
         raise NotImplementedError(f"{type(self).__name__} must define weights(norms, sizes).")
 
     def factor(self, norms: Tensor) -> Tensor:
-        """Return what a weight owes to its own norm alone; weights = factor x (one common number).
+        """Return the part of a weight that depends on its own norm only.
 
-        A rule that has it *streams*: gradients are added up as they come, and the common number,
-        which may depend on all the norms, is multiplied in at the end. A rule without it needs
-        all norms before the first gradient can be added: two passes.
+        weights = factor x (one common number). A rule that has a factor *streams*: gradients are
+        added up as they come, and the common number, which may depend on all norms, is multiplied
+        in at the end. A rule without it needs all norms before it can add the first gradient, that
+        is, two passes.
         """
         raise NotImplementedError(f"{type(self).__name__} has no factor: it needs all norms first.")
 
@@ -73,28 +74,28 @@ class Rule:
     def streams(self) -> bool:
         """Whether gradients can be added up before all norms are known. Engines read this.
 
-        A subclass that overrides `weights` alone does not stream: the `factor` it inherits belongs
+        A subclass that overrides only `weights` does not stream: the `factor` it inherits belongs
         to its parent's weights.
         """
         factor = _depth(self, "factor")
         return factor <= _depth(self, "weights") and type(self).__mro__[factor] is not Rule
 
     def bound(self, norms: Tensor, sizes: Tensor) -> Tensor:
-        """Return the norm that gradients are brought to: the longest that is left, if not said."""
+        """Return the norm that gradients are clipped to; by default the largest after clipping."""
         return maximum(self.weights(norms, sizes) * norms)
 
     def observe(self, norms: Tensor, sizes: Tensor) -> None:
-        """Take note of a finished step's norms, once per domain: for rules that carry state."""
+        """Update the state from a finished step, once per domain; by default does nothing."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint must hold for this rule: nothing, unless it carries state."""
+        """Return the state for a checkpoint; empty by default."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back what `state_dict` gave."""
+        """Restore what `state_dict` returned."""
         if state:
             raise ValueError(
-                f"{type(self).__name__} carries no state, but the checkpoint holds {sorted(state)}."
+                f"{type(self).__name__} has no state, but the checkpoint contains {sorted(state)}."
             )
 
 
@@ -110,7 +111,7 @@ def maximum(norms: Tensor) -> Tensor:
 
 def quantile(norms: Tensor, sizes: Tensor, q: float) -> Tensor:
     """Return the smallest norm with a share q of the sizes at or below it."""
-    ordered, order = norms.sort()  # NaN, what does not count, comes last
+    ordered, order = norms.sort()  # NaN, which does not count, comes last
     reached = (sizes[order] * ~ordered.isnan()).cumsum(0)
     # the slack keeps q * total from missing a whole number by a rounding (0.1 * 30 > 3)
     below = (reached < q * reached[-1:] * (1 - 1e-6)).sum(0, keepdim=True)
@@ -133,7 +134,7 @@ class _FromNorms(Rule):
 
     @property
     def streams(self) -> bool:
-        """Rescaling streams; clipping does not: who is clipped is known only with the bound."""
+        """Rescaling streams; clipping does not, since it depends on the bound who is clipped."""
         return self.rescale and super().streams
 
 
@@ -145,7 +146,7 @@ class MinNorm(_FromNorms):
     tensor([1.0000, 0.5000])
     """
 
-    # Nothing is shorter than the shortest, so clipping to it and rescaling to it are the same.
+    # No norm is below the minimum, so clipping to it and rescaling to it are the same.
     rescale = True
 
     def bound(self, norms: Tensor, sizes: Tensor) -> Tensor:
@@ -155,7 +156,7 @@ class MinNorm(_FromNorms):
 
 @dataclass(frozen=True)
 class Mean(_FromNorms):
-    """Clip to the mean norm, each micro-batch counted by its size; `rescale` also lengthens.
+    """Clip to the mean norm, weighted by size; `rescale` also scales shorter gradients up.
 
     >>> Mean().weights(torch.tensor([1.0, 3.0]), torch.ones(2))
     tensor([1.0000, 0.6667])
@@ -170,7 +171,7 @@ class Mean(_FromNorms):
 
 @dataclass(frozen=True)
 class Quantile(_FromNorms):
-    """Clip to the q-quantile of the norms, counted by size; `rescale` also lengthens.
+    """Clip to the q-quantile of the norms, by size; `rescale` also scales shorter ones up.
 
     The quantile is one of the norms, never a value between two: the smallest norm such that at
     least a share q of the examples sits in micro-batches with norms up to it. q = 0 is `MinNorm`.
@@ -187,13 +188,13 @@ class Quantile(_FromNorms):
             raise ValueError(f"Quantile needs a q between 0 and 1, but got {self.q!r}.")
 
     def bound(self, norms: Tensor, sizes: Tensor) -> Tensor:
-        """Return the norm below or at which a share q of the examples lies."""
+        """Return the smallest norm with a share q of the examples at or below it."""
         return quantile(norms, sizes, self.q)
 
 
 @dataclass(frozen=True)
 class Median(_FromNorms):
-    """Clip to the median norm (the lower one of two), counted by size; `rescale` also lengthens.
+    """Clip to the (lower) median norm, by size; `rescale` also scales shorter gradients up.
 
     >>> Median().weights(torch.tensor([1.0, 2.0, 8.0]), torch.ones(3))
     tensor([1.0000, 1.0000, 0.2500])
@@ -202,15 +203,15 @@ class Median(_FromNorms):
     rescale: bool = False
 
     def bound(self, norms: Tensor, sizes: Tensor) -> Tensor:
-        """Return the norm below or at which half of the examples lie."""
+        """Return the smallest norm with half of the examples at or below it."""
         return quantile(norms, sizes, 0.5)
 
 
 @dataclass(frozen=True)
 class Unit(Rule):
-    """The update of the paper's theorem: every gradient is normalised to length 1.
+    """The update of the paper's theorem: every gradient is normalized to length 1.
 
-    Its step does not shrink with the gradient: with SGD the learning rate must.
+    Steps do not shrink with the gradient, so with SGD the learning rate has to decay.
 
     >>> Unit().weights(torch.tensor([0.5, 4.0]), torch.ones(2))
     tensor([2.0000, 0.2500])
@@ -221,13 +222,13 @@ class Unit(Rule):
         return 1 / norms
 
     def factor(self, norms: Tensor) -> Tensor:
-        """Return the weight itself: it owes nothing to the other norms."""
+        """Return the weight itself: it does not depend on the other norms."""
         return 1 / norms
 
 
 @dataclass(frozen=True)
 class Fixed(Rule):
-    """DP-SGD's micro-batch clipping: a gradient longer than c is cut to c.
+    """DP-SGD's micro-batch clipping: a gradient longer than c is scaled to length c.
 
     >>> Fixed(2.0).weights(torch.tensor([1.0, 4.0]), torch.ones(2))
     tensor([1.0000, 0.5000])
@@ -244,20 +245,20 @@ class Fixed(Rule):
         return self.factor(norms)
 
     def factor(self, norms: Tensor) -> Tensor:
-        """Return the weight itself: it owes nothing to the other norms."""
+        """Return the weight itself: it does not depend on the other norms."""
         return (self.c / norms).clamp(max=1.0)
 
     def bound(self, norms: Tensor, sizes: Tensor) -> Tensor:
-        """Return c, whether or not any gradient is longer."""
+        """Return c, even if no gradient is longer."""
         return torch.full_like(norms[0], self.c)
 
 
 @dataclass(frozen=True)
 class Automatic(Rule):
-    """Automatic clipping (Bu et al.): norm/(norm + gamma) is left of every gradient.
+    """Automatic clipping (Bu et al.): every gradient is scaled to length norm/(norm + gamma).
 
-    Normalises what is much longer than gamma and lets what is much shorter vanish, so that the
-    step still shrinks as training converges; `Unit` is gamma = 0.
+    Normalizes gradients much longer than gamma and lets much shorter ones vanish, so that steps
+    still shrink as training converges; `Unit` is gamma = 0.
 
     >>> Automatic(gamma=1.0).weights(torch.tensor([1.0, 3.0]), torch.ones(2))
     tensor([0.5000, 0.2500])
@@ -274,17 +275,17 @@ class Automatic(Rule):
         return self.factor(norms)
 
     def factor(self, norms: Tensor) -> Tensor:
-        """Return the weight itself: it owes nothing to the other norms."""
+        """Return the weight itself: it does not depend on the other norms."""
         return 1 / (norms + self.gamma)
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """What a rule said of one domain's micro-batches."""
+class Weighting:
+    """What a rule gives to the micro-batches of one domain."""
 
     weights: Tensor  # one per micro-batch; 0 where it does not count
-    bound: Tensor  # of this domain
-    skipped: Tensor  # bool: left out, as if it had never been in the batch
+    bound: Tensor
+    skipped: Tensor  # bool: left out, as if it had not been in the batch
 
 
 def countable(norms: Tensor) -> Tensor:
@@ -292,7 +293,7 @@ def countable(norms: Tensor) -> Tensor:
     return torch.where((norms > 0) & (norms < math.inf), norms, math.nan)  # NaN is neither
 
 
-def apply(rule: Rule, norms: Tensor, sizes: Tensor, nonfinite: Nonfinite) -> Verdict:
+def apply(rule: Rule, norms: Tensor, sizes: Tensor, nonfinite: Nonfinite) -> Weighting:
     """Apply a rule to one domain's norms, with the edge cases of this module's table."""
     seen = countable(norms)
     uncounted = seen.isnan()
@@ -307,14 +308,14 @@ def apply(rule: Rule, norms: Tensor, sizes: Tensor, nonfinite: Nonfinite) -> Ver
     bound = bound.reshape(()).masked_fill(uncounted.all(), 0.0)
     if nonfinite == "propagate":
         poison = (norms * 0).sum()  # NaN if any norm is not finite
-        return Verdict(weights + poison, bound + poison, torch.zeros_like(uncounted))
-    return Verdict(weights, bound, ~norms.isfinite())
+        return Weighting(weights + poison, bound + poison, torch.zeros_like(uncounted))
+    return Weighting(weights, bound, ~norms.isfinite())
 
 
 def factors(rule: Rule, norms: Tensor) -> Tensor:
     """Return a streaming rule's factors, NaN where a norm does not count; one norm or a row."""
     seen = countable(norms)
-    if _is_ours(rule):
+    if _is_builtin(rule):
         return rule.factor(seen)
     seen = seen.reshape(-1)
     found = _checked(rule, "factor", rule.factor(seen), seen)
@@ -322,11 +323,11 @@ def factors(rule: Rule, norms: Tensor) -> Tensor:
 
 
 def check_agreement(rule: Rule, norms: Tensor, weights: Tensor) -> None:
-    """Refuse a rule of a user's own whose weights are not its factors times one common number.
+    """Refuse a custom rule whose weights are not its factors times one common number.
 
-    A gradient that was streamed by such a rule would be another one than its weights say.
+    The streamed gradient would not match the weights.
     """
-    if _is_ours(rule) or norms.device.type != "cpu":
+    if _is_builtin(rule) or norms.device.type != "cpu":
         return
     found = factors(rule, norms)
     counts = ~found.isnan()
@@ -341,20 +342,20 @@ def check_agreement(rule: Rule, norms: Tensor, weights: Tensor) -> None:
         return
     raise ValueError(
         f"{rule!r} cannot be streamed: its weights {weights.tolist()[:8]} are not its factors "
-        f"{found.tolist()[:8]} times one common number. Correct factor(), or leave it out: the "
-        "rule then sees all norms before any gradient is weighted."
+        f"{found.tolist()[:8]} times one common number. Fix factor(), or remove it: the rule "
+        "then sees all norms before any gradient is weighted."
     )
 
 
 def _checked(rule: Rule, what: str, found: object, norms: Tensor) -> Tensor:
-    """Return one usable number per norm, or say what the rule returned instead."""
+    """Return one usable number per norm, or raise with what the rule returned instead."""
     numbers = _as_like(rule, what, found, norms)
     if numbers.shape != norms.shape:
         raise ValueError(
             f"{rule!r} must return one number for each of the {norms.numel()} norms from "
             f"{what}(), but returned a tensor of shape {tuple(numbers.shape)}."
         )
-    if _is_ours(rule):
+    if _is_builtin(rule):
         return numbers
     usable = (numbers >= 0) & numbers.isfinite() | norms.isnan()
     if norms.device.type != "cpu":
@@ -363,22 +364,22 @@ def _checked(rule: Rule, what: str, found: object, norms: Tensor) -> Tensor:
         row = int((~usable).nonzero()[0])
         raise ValueError(
             f"{rule!r} returned {numbers[row].item()} from {what}() for the norm "
-            f"{norms[row].item():.6g}. It must be a finite number, 0 or greater. (A NaN among the "
-            "norms marks a micro-batch that does not count: use reductions that pass over NaN, "
-            "such as torch.nanmean and microclip.rules.minimum.)"
+            f"{norms[row].item():.6g}. It must be finite and at least 0. (A NaN among the norms "
+            "marks a micro-batch that does not count: use reductions that ignore NaN, such as "
+            "torch.nanmean and microclip.rules.minimum.)"
         )
     return numbers
 
 
 def _as_like(rule: Rule, what: str, found: object, norms: Tensor) -> Tensor:
-    """Return what a rule gave in the dtype of the norms."""
+    """Return what a rule returned, in the dtype of the norms."""
     if what == "bound" and _is_number(found):
         return torch.full_like(norms[:1], float(found))  # type: ignore[arg-type]
     if not isinstance(found, Tensor) or found.is_complex():
         kind = str(found.dtype) if isinstance(found, Tensor) else type(found).__name__
         raise TypeError(
             f"{rule!r} must return a tensor of real numbers from {what}(), but returned {kind}. "
-            "Calculate with the tensor of norms, which has the right dtype and device."
+            "Compute with the tensor of norms, which has the right dtype and device."
         )
     if found.device != norms.device:
         raise ValueError(
@@ -388,13 +389,13 @@ def _as_like(rule: Rule, what: str, found: object, norms: Tensor) -> Tensor:
     return found.detach().to(norms.dtype)
 
 
-def _is_ours(rule: Rule) -> bool:
-    """Whether a rule is one of this module, which need not be checked step by step."""
+def _is_builtin(rule: Rule) -> bool:
+    """Whether a rule is defined in this module, and need not be checked at every step."""
     return type(rule).__module__ == __name__
 
 
 def _depth(rule: Rule, method: str) -> int:
-    """Return how far up its ancestry a rule finds a method: 0 is its own class, or the object."""
+    """Return how far up the MRO a method is defined: 0 is the rule's class, or the object."""
     if method in getattr(rule, "__dict__", ()):
         return 0
     return next(i for i, kind in enumerate(type(rule).__mro__) if method in vars(kind))

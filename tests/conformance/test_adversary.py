@@ -1,4 +1,4 @@
-"""Mistakes that were once there, found by someone who looked for them: small, and one by one."""
+"""Regression tests for mistakes that attacks on the single pass once found."""
 
 import pytest
 import torch
@@ -40,7 +40,7 @@ class Model(nn.Module):
 
 
 def said(model, *batches, b=2, verify="never"):
-    """Say whether a single pass is exact by its own bookkeeping."""
+    """Return whether tracking alone makes a single pass exact."""
 
     def loss_fn(batch):
         return losses(model(*batch))
@@ -102,7 +102,7 @@ def test_layer_norm_of_nothing():
     assert said(Model(forward, norm=nn.LayerNorm(D)), (x(),)) == "exact"
 
 
-def test_a_parameter_in_a_row_of_nobody():
+def test_a_parameter_in_a_row_without_owner():
     def forward(m, x):
         rows = torch.cat([m.one(x).reshape(-1, D), torch.zeros(1, D)])
         rows[-1] = m.pad
@@ -116,7 +116,7 @@ def test_a_parameter_in_a_row_of_nobody():
     )
 
 
-def test_results_in_a_tensor_of_the_users():
+def test_results_in_the_users_tensor():
     def forward(m, x):
         out = torch.empty(x.numel())
         torch.take(x, torch.arange(x.numel()).flip(0), out=out)
@@ -143,8 +143,8 @@ def test_noise_of_a_fixed_slope():
         lambda x: torch.tensor(x.tolist()),
     ],
 )
-def test_data_that_went_out_of_sight(unseen):
-    """A guess whose row is whose must not survive another order."""
+def test_data_that_were_lost_track_of(unseen):
+    """A guess about the owners of rows must not survive another order."""
 
     def forward(m, x):
         return m.two(m.one(unseen(x.flip(0))).tanh()).flip(0)
@@ -190,7 +190,7 @@ def test_a_number_for_what_is_masked(how):
 
 
 @pytest.mark.parametrize("rows", ["vectors", "matrices", "norms"])
-def test_one_example_after_the_other(rows):
+def test_examples_processed_one_by_one(rows):
     def forward(m, x):
         if rows == "vectors":
             return torch.stack([F.linear(each.mean(0), m.one.weight, m.one.bias) for each in x])
@@ -212,14 +212,12 @@ def test_biases_of_other_shapes(shape):
 
 def test_products_along_the_batch_are_refused():
     model = Model(lambda m, x: m.square(x[:, 0, 0])[:, None], square=nn.Linear(B, B))
-    with pytest.raises(
-        NotImplementedError, match="along the dimension that the examples lie along"
-    ):
+    with pytest.raises(NotImplementedError, match="along the dimension of the examples"):
         Clipper(model, 2, engine="fused").backward(lambda batch: losses(model(*batch)), (x(),))
 
 
-def test_auto_outlives_a_failure_of_the_single_pass(monkeypatch):
-    """Whatever it is: streaming shows whether it was the model's."""
+def test_auto_survives_a_failure_of_the_single_pass(monkeypatch):
+    """Of any kind: streaming shows whether the model is to blame."""
     model = Model(lambda m, x: m.two(m.one(x)))
     clipper = Clipper(model, 1)
 
@@ -234,7 +232,7 @@ def test_auto_outlives_a_failure_of_the_single_pass(monkeypatch):
     def fails(*args, **kwargs):
         raise IndexError("of ours")
 
-    monkeypatch.setattr(engine, "to_write_out", fails)
+    monkeypatch.setattr(engine, "choose_materialized", fails)
     model.zero_grad()
     batch = (x(),)
     expected = verdicts.wanted(model, loss_fn, batch, 1)
@@ -244,7 +242,7 @@ def test_auto_outlives_a_failure_of_the_single_pass(monkeypatch):
 
 
 class TestClaims:
-    """What is claimed of a result: every element that an example changes is that example's."""
+    """What the tracker claims: every element that an example changes belongs to that example."""
 
     def state(self, function, *tensors, owners=None):
         tracker = Tracker(B)
@@ -298,7 +296,7 @@ class TestClaims:
     )  # fmt: skip
     @pytest.mark.parametrize("order", ["as they are", "outer"])
     def test_true(self, function, order):
-        """Found out by changing one example after the other."""
+        """Tested by changing one example at a time."""
         rows = x()
         owners = Owned(0, Owners(B)) if order == "as they are" else None
         found, result = self.state(function, rows, owners=owners)

@@ -1,6 +1,6 @@
 """Architectures of transformers, tiny and from scratch: exact in a single pass, or refused.
 
-A sample of them; all are run by hand: python tests/architectures.py --engines fused auto
+A sample of them; all are run by hand: python tests/support/architectures.py --engines fused auto
 """
 
 import architectures

@@ -1,4 +1,4 @@
-"""Attacks on the single pass: each must come out exact or be refused, and with "auto" exact."""
+"""Attacks on the single pass: each must be exact or refused, and with "auto" exact."""
 
 import threading
 from functools import partial
@@ -31,7 +31,7 @@ def test_exact_or_refused_at_other_sizes_and_precisions(name, b, dtype):
 
 @pytest.mark.parametrize("name", [str(a) for a in attacks.ATTACKS if not a.mixes][::3])
 def test_owners_alone_are_enough(name):
-    """Where examples do not mix, nothing is left to the checks."""
+    """Where examples do not mix, tracking is exact without checks."""
     attack = BY_NAME[name]
     with attacks.default_dtype(torch.float64):
         model = attack.build(0)
@@ -59,13 +59,13 @@ def test_owners_alone_are_enough(name):
 
 
 def test_most_attacks_are_done_in_a_single_pass():
-    """So that a refusal of everything could not pass for exactness."""
+    """So that refusing everything would not pass."""
     said = [attacks.attempt(a, "fused", 1) for a in attacks.ATTACKS[::4] if not a.mixes]
     assert sum(each == "exact (fused)" for each in said) > 0.7 * len(said)
 
 
 def test_threads_that_share_a_batch():
-    """Each has a recorder of its own, on the same tensors at the same time."""
+    """Each has its own recorder, on the same tensors at the same time."""
     x = torch.randn(8, 5, dtype=torch.float64)
     models = [nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 1)).double() for _ in range(4)]
     said = {}

@@ -1,4 +1,4 @@
-"""Two hundred steps of training under "auto", with batches that drift: every step is the twin's."""
+"""Two hundred training steps with "auto" and drifting batches: every step equals the reference."""
 
 import pytest
 import torch
@@ -37,7 +37,7 @@ class Drifting(nn.Module):
                 out.index_add_(0, chosen, made)
         padded = torch.zeros(*tokens.shape, D).index_put(here.nonzero(as_tuple=True), out + rows)
         total = padded.sum(1) / lengths[order, None]
-        if (tokens == 19).any():  # some batches have it; for the others it makes no difference
+        if (tokens == 19).any():  # only some batches have it
             marked = (tokens[order] == 19).any(1, keepdim=True)
             total = torch.where(marked, total + self.rare(padded)[0][:, 0], total)
         return self.head(self.norm(total))[order.argsort()]

@@ -72,7 +72,7 @@ class TestBuffers:
     def test_a_skipped_microbatch_was_seen_all_the_same(self, engine):
         model = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1))
         factors = torch.tensor([1.0] * 4 + [torch.inf] * 4)
-        with pytest.warns(RuntimeWarning, match="Left 1 of 2"):
+        with pytest.warns(RuntimeWarning, match="Skipped 1 of 2"):
             Clipper(model, 4, engine=engine, nonfinite="skip").backward(
                 lambda batch: (model(batch[0]).squeeze(1) * batch[1]).mean(),
                 (torch.randn(8, 3), factors),
@@ -133,7 +133,7 @@ class TestWithoutHostSynchronisation:
         x = torch.randn(4, 2)
         broken = x.clone()
         broken[bad] = torch.inf
-        with pytest.warns(RuntimeWarning, match="Left 1 of 4"):
+        with pytest.warns(RuntimeWarning, match="Skipped 1 of 4"):
             Clipper(model, 1, engine=engine, nonfinite="skip").backward(
                 lambda x: model(x).mean(), broken
             )
@@ -292,7 +292,7 @@ class TestCompany:
         assert reference.norm(gradient(case.model)) == pytest.approx(1e-3, rel=1e-3)
         case.model.zero_grad()
 
-    @pytest.mark.slow
+    @pytest.mark.full
     @pytest.mark.parametrize("engine", ENGINES)
     @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
     def test_compiled_models(self, engine, backend):

@@ -1,10 +1,10 @@
-"""Random networks of layers, indices, sorts, masks, routes: exact or refused, whatever they do."""
+"""Random networks of layers, indices, sorts, masks and routes: exact or refused."""
 
 import pytest
 
 import fuzzer
 
-# the rest of the 5,000 is run by hand: python tests/fuzzer.py --count 5000
+# the rest of the 5,000 is run by hand: python tests/support/fuzzer.py --count 5000
 SEEDS = range(240)
 
 
@@ -18,6 +18,6 @@ def test_exact_or_refused(first, b):
 
 @pytest.mark.parametrize("first", SEEDS[:60:15])
 def test_auto_follows_batches_that_drift(first):
-    """One clipper over six batches of other lengths, routes and branches."""
+    """One clipper over six batches with different lengths, routes and branches."""
     said = {seed: fuzzer.drift(seed, "auto", 1) for seed in range(first, first + 15)}
     assert {seed: v for seed, v in said.items() if not v.startswith("exact")} == {}

@@ -1,4 +1,4 @@
-"""Accelerate, the real one: windows of gradient accumulation, clipped as the twin does it."""
+"""The real Accelerate: accumulation windows are clipped as the reference does it."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from microclip.microbatches import cut
 
 import properties
 import reference
-from accelerate_runs import COUNT, fresh_state, losses, start, twin
+from accelerate_runs import expected, fresh_state, gradients_of, losses, rows_of, start
 
 
 @pytest.fixture(autouse=True)
@@ -24,17 +24,17 @@ def fresh():
     ("size", "steps", "b", "precision"),
     [(8, 1, 2, "no"), (4, 2, 2, "no"), (4, 2, None, "no"), (4, 2, 3, "no"), (4, 2, 2, "bf16")],
 )
-def test_windows_equal_the_twin(size, steps, b, precision):
+def test_windows_equal_the_reference(size, steps, b, precision):
     accelerator, model, optimizer, loader, clipper, data = start(steps, size, precision, b)
-    parts = [list(range(i, min(i + size, COUNT))) for i in range(0, COUNT, size)]
+    parts = rows_of(size)
     windows = [parts[i : i + steps] for i in range(0, len(parts), steps)]
     found = []
     for batch in loader:
         with accelerator.accumulate(model):
             clipper.backward(losses(model), batch)
             if accelerator.sync_gradients:
-                found.append([p.grad.clone() for p in model.parameters()])
-                wanted = twin(model, data, windows[len(found) - 1], b)
+                found.append(gradients_of(model))
+                wanted = expected(model, data, windows[len(found) - 1], b)
                 properties.assert_close(found[-1], wanted, 0.05 if precision == "bf16" else 1e-5)
             else:
                 assert all(p.grad is None for p in model.parameters())
@@ -43,7 +43,7 @@ def test_windows_equal_the_twin(size, steps, b, precision):
     assert clipper.metrics()["microclip/bound"] > 0
 
 
-def test_checkpoints_hold_the_clipper(tmp_path):
+def test_checkpoints_save_the_clipper(tmp_path):
     accelerator, model, optimizer, loader, clipper, _ = start(2, 4)
     for batch in loader:
         with accelerator.accumulate(model):
@@ -78,7 +78,7 @@ def test_one_microbatch_is_plain_training():
 
 
 def train(loader, accelerator, model, optimizer, clipper, until=None):
-    """Train to the end of an epoch, or so many batches."""
+    """Train for an epoch, or for the given number of batches."""
     for count, batch in enumerate(loader, start=1):
         with accelerator.accumulate(model):
             clipper.backward(losses(model), batch)
@@ -108,7 +108,7 @@ def test_resuming_in_an_epoch_gives_the_same_weights(tmp_path):
 
 
 def test_scaled_losses():
-    """The scaler that Accelerate makes for float16 is found; norms are those of unscaled losses."""
+    """The clipper uses Accelerate's float16 scaler; norms are those of unscaled losses."""
     accelerator, model, _, loader, _, data = start(2, 4)
     accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     clipper = AcceleratedClipper(accelerator, model, 2, rule=rules.Fixed(0.1))
@@ -116,7 +116,7 @@ def test_scaled_losses():
     for batch, _ in zip(loader, range(2), strict=False):
         with accelerator.accumulate(model):
             clipper.backward(losses(model), batch)
-    found = [p.grad.clone() for p in model.parameters()]
+    found = gradients_of(model)
     pieces = [p for part in rows for p in cut((data[0][part], data[1][part]), 2)]
     gradients = reference.microbatch_gradients(
         losses(model), list(model.parameters()), [p.batch for p in pieces]
@@ -124,8 +124,8 @@ def test_scaled_losses():
     norms = [reference.norm(g) for g in gradients]
     weights = [min(1.0, 0.1 / norm) for norm in norms]
     assert max(norms) > 0.1
-    twin = reference.weighted_sum(gradients, [1024 * w / 4 for w in weights])
-    properties.assert_close(found, twin, 1e-5)
+    wanted = reference.weighted_sum(gradients, [1024 * w / 4 for w in weights])
+    properties.assert_close(found, wanted, 1e-5)
 
 
 def test_deepspeed_is_refused():
@@ -135,7 +135,7 @@ def test_deepspeed_is_refused():
         AcceleratedClipper(accelerator, model, 2)
 
 
-def test_the_first_fsdp_is_refused(monkeypatch):
+def test_fsdp_version_1_is_refused(monkeypatch):
     accelerator, model, *_ = start()
     AcceleratorState._shared_state["distributed_type"] = DistributedType.FSDP
     monkeypatch.setattr(Accelerator, "num_processes", 2)

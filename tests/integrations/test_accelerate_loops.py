@@ -1,4 +1,4 @@
-"""Loops that people write with Accelerate: clipped as the twin does it, or refused."""
+"""Training loops with Accelerate: clipped as the reference does it, or refused."""
 
 import contextlib
 
@@ -14,7 +14,7 @@ from microclip.integrations.accelerate import AcceleratedClipper
 
 import properties
 import reference
-from accelerate_runs import COUNT, fresh_state, losses, start, twin
+from accelerate_runs import COUNT, expected, fresh_state, gradients_of, losses, rows_of, start
 
 
 @pytest.fixture(autouse=True)
@@ -22,16 +22,8 @@ def fresh():
     fresh_state()
 
 
-def rows_of(size, count=COUNT):
-    return [list(range(i, min(i + size, count))) for i in range(0, count, size)]
-
-
-def gradients(model):
-    return [p.grad.clone() for p in model.parameters()]
-
-
 class TestByHand:
-    """Without `accumulate` the clipper cannot know what belongs together."""
+    """Without `accumulate`, the clipper cannot know which batches belong to one step."""
 
     @pytest.mark.parametrize("steps", [1, 4])
     @pytest.mark.parametrize("block", ["nothing", "no_sync"])
@@ -55,8 +47,8 @@ class TestByHand:
             loop()
 
     @pytest.mark.parametrize("trained", [0, 1])
-    def test_gradients_that_no_optimizer_holds_are_no_reason(self, trained):
-        """They stay in `.grad`, where nobody uses them; what it does hold is still looked at."""
+    def test_gradients_outside_the_optimizer_may_stay(self, trained):
+        """zero_grad() does not clear them; those it does clear are still checked."""
         accelerator = Accelerator(cpu=True)
         model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3))
         optimizer = torch.optim.SGD(model[trained].parameters(), lr=0.0)
@@ -75,19 +67,19 @@ class TestByHand:
         with pytest.raises(RuntimeError, match="still in .grad"):
             clipper.backward(lambda b: F.cross_entropy(model(b[0]), b[1]), batch)
 
-    def test_the_refusal_changes_nothing_and_stays(self):
+    def test_the_refusal_changes_nothing_and_repeats(self):
         _, model, optimizer, loader, clipper, data = start(1, 8)
         batches = list(loader)
         clipper.backward(losses(model), batches[0])
-        before = gradients(model)
+        before = gradients_of(model)
         for _ in range(2):
             with pytest.raises(RuntimeError, match="still in .grad"):
                 clipper.backward(losses(model), batches[1])
-        assert all(torch.equal(a, b) for a, b in zip(before, gradients(model), strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(before, gradients_of(model), strict=True))
         optimizer.zero_grad()
         clipper.backward(losses(model), batches[1])
-        found = gradients(model)
-        properties.assert_close(found, twin(model, data, rows_of(8)[1:2], 2), 1e-5)
+        found = gradients_of(model)
+        properties.assert_close(found, expected(model, data, rows_of(8)[1:2], 2), 1e-5)
 
     def test_never_zeroing_is_refused(self):
         _, model, optimizer, loader, clipper, _ = start(1, 8)
@@ -110,7 +102,7 @@ class TestByHand:
         for _, batch in zip(range(sync), loader, strict=False):
             with accelerator.accumulate(model):
                 clipper.backward(losses(model), batch)
-        with pytest.raises(RuntimeError, match="twice within one"):
+        with pytest.raises(RuntimeError, match="twice inside one"):
             clipper.backward(losses(model), batch)
 
     def test_accumulate_never_entered_is_refused_at_once(self):
@@ -154,7 +146,7 @@ class TestGoodLoops:
             with accelerator.accumulate(model):
                 clipper.backward(losses(model), batch)
                 if accelerator.sync_gradients:
-                    found.append(gradients(model))
+                    found.append(gradients_of(model))
                     if clip:
                         accelerator.clip_grad_norm_(model.parameters(), 0.1)
                 optimizer.step()
@@ -162,32 +154,32 @@ class TestGoodLoops:
         windows = [parts[i : i + steps] for i in range(0, len(parts), steps)]
         assert len(found) == len(windows)
         for each, window in zip(found, windows, strict=True):
-            properties.assert_close(each, twin(model, data, window, 2), 1e-5)
+            properties.assert_close(each, expected(model, data, window, 2), 1e-5)
 
     def test_zeroing_first(self):
         _, model, optimizer, loader, clipper, data = start(1, 8)
         for batch, part in zip(loader, rows_of(8), strict=True):
             optimizer.zero_grad()
             clipper.backward(losses(model), batch)
-            found = gradients(model)
+            found = gradients_of(model)
             optimizer.zero_grad()
-            wanted = twin(model, data, [part], 2)
+            wanted = expected(model, data, [part], 2)
             properties.assert_close(found, wanted, 1e-5)
 
     def test_an_optimizer_that_was_not_prepared(self):
-        """Its step in mid-window does nothing, since .grad appears with the last batch."""
+        """Its step in mid-window does nothing, since .grad is set with the last batch only."""
         accelerator, model, _, loader, clipper, data = start(2, 4)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
         found = []
         for batch in loader:
             with accelerator.accumulate(model):
                 if clipper.backward(losses(model), batch):
-                    found.append(gradients(model))
+                    found.append(gradients_of(model))
                 optimizer.step()
                 optimizer.zero_grad()
         parts = rows_of(4)
         assert len(found) == 3
-        properties.assert_close(found[1], twin(model, data, parts[2:4], 2), 1e-5)
+        properties.assert_close(found[1], expected(model, data, parts[2:4], 2), 1e-5)
 
     @pytest.mark.parametrize("prepared", [True, False])
     def test_skipped_batches_and_several_epochs(self, prepared):
@@ -197,7 +189,7 @@ class TestGoodLoops:
         for _ in range(4):
             for index, batch in enumerate(loader):
                 with accelerator.accumulate(model):
-                    if index == 0:  # the same place of every epoch
+                    if index == 0:  # the same position in every epoch
                         clipper.backward(losses(model), batch)
                     optimizer.step()
                     optimizer.zero_grad()
@@ -212,19 +204,19 @@ class TestGoodLoops:
                     optimizer.zero_grad()
         assert clipper.clipper.step == 3
 
-    def test_synchronising_by_hand(self):
-        """Accelerate lets a loop say itself when a window ends."""
+    def test_synchronizing_by_hand(self):
+        """Accelerate lets a loop set itself when a window ends."""
         accelerator, model, optimizer, loader, clipper, data = start(1, 4)
         parts, found = rows_of(4), []
         for index, batch in enumerate(loader):
             accelerator.sync_gradients = index % 3 == 2
             if clipper.backward(losses(model), batch):
-                found.append(gradients(model))
+                found.append(gradients_of(model))
             optimizer.zero_grad()
         accelerator.sync_gradients = True
         assert len(found) == 2
         for each, window in zip(found, (parts[:3], parts[3:]), strict=True):
-            properties.assert_close(each, twin(model, data, window, 2), 1e-5)
+            properties.assert_close(each, expected(model, data, window, 2), 1e-5)
 
 
 class TestPlugins:
@@ -251,9 +243,9 @@ class TestPlugins:
                     outcome = clipper.backward(losses(model), batch)
                     assert (outcome is not None) == accelerator.sync_gradients
                     if outcome is not None:
-                        found = gradients(model)
+                        found = gradients_of(model)
                         optimizer.zero_grad()
-                        wanted = twin(model, data, window, 2)
+                        wanted = expected(model, data, window, 2)
                         properties.assert_close(found, wanted, 1e-5)
                         window, steps_made = [], steps_made + 1
                     optimizer.step()
@@ -264,8 +256,8 @@ class TestPlugins:
 
 class TestTwoModels:
     @pytest.mark.parametrize("steps", [1, 2])
-    def test_a_pair_of_adversaries(self, steps):
-        """Two models, two clippers, one accelerator: each clipper counts for itself."""
+    def test_a_generator_and_a_discriminator(self, steps):
+        """Two models, two clippers, one accelerator: each clipper has its own window."""
         torch.manual_seed(0)
         accelerator = Accelerator(cpu=True, gradient_accumulation_steps=steps)
         maker, critic = nn.Linear(3, 4), nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1))
@@ -292,7 +284,7 @@ class TestTwoModels:
                 ):
                     critic.requires_grad_(loss_fn is judge)
                     if clipper.backward(loss_fn, batch):
-                        found.append(gradients(clipper.clipper.model))
+                        found.append(gradients_of(clipper.clipper.model))
                     optimizer.step()
                     optimizer.zero_grad()
                 if found:
@@ -320,9 +312,9 @@ class TestState:
         for batch in loader:
             with accelerator.accumulate(model):
                 if clipper.backward(losses(model), batch):
-                    found.append(gradients(model))
+                    found.append(gradients_of(model))
                     optimizer.zero_grad()
-        properties.assert_close(found[0], twin(model, data, rows_of(4)[:2], 2), 1e-5)
+        properties.assert_close(found[0], expected(model, data, rows_of(4)[:2], 2), 1e-5)
 
     def test_saving_in_mid_window_is_refused(self, tmp_path):
         accelerator, model, _, loader, clipper, _ = start(2, 4)
@@ -332,7 +324,7 @@ class TestState:
             accelerator.save_state(tmp_path)
 
     def test_an_error_in_mid_window(self):
-        """The window is dropped, as the error says; the next one is whole."""
+        """The window is dropped; the next one is complete."""
         accelerator, model, optimizer, loader, clipper, _ = start(2, 4)
         found = []
         for index, batch in enumerate(loader):
@@ -341,12 +333,12 @@ class TestState:
                     with pytest.raises(ZeroDivisionError):
                         clipper.backward(lambda batch: 1 / 0, batch)
                 elif clipper.backward(losses(model), batch):
-                    found.append(gradients(model))
+                    found.append(gradients_of(model))
                     optimizer.step()
                     optimizer.zero_grad()
         assert clipper.clipper.step == len(found) == 2
 
-    def test_overflow_skips_a_step_and_training_goes_on(self):
+    def test_overflow_skips_a_step_and_training_continues(self):
         """fp16: the scaler sees infinity, skips, halves its scale; zero_grad clears .grad."""
         accelerator, model, optimizer, loader, _, _ = start(1, 8)
         accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)

@@ -1,4 +1,4 @@
-"""What a loss is the mean over must show across batches: one example by itself tells nothing."""
+"""Finding what a loss is the mean over, from several batches: one example alone tells nothing."""
 
 import pytest
 import torch
@@ -8,13 +8,13 @@ from transformers import ViTConfig, ViTForMaskedImageModeling
 
 import properties
 import reference
-from trainers import Ordered, Watch, stacked, trainer
+from trainers import Ordered, Watch, clipped, stacked, trainer
 
 COUNT = 16
 
 
 class Tagger(nn.Module):
-    """Gives each token one of some tags, and its loss as it was told to."""
+    """Classifies tokens, with the given loss."""
 
     def __init__(self, loss, tags=5):
         super().__init__()
@@ -63,7 +63,7 @@ def of_times(each, labels, input_ids, times, **more):
 
 
 def of_rare_words(each, labels, input_ids, **more):
-    """Which is no column and no label."""
+    """Weighted by word, which is neither a column nor a label."""
     rare = 1.0 + (input_ids > 100)
     return (each * rare).sum() / rare.sum()
 
@@ -73,13 +73,13 @@ def of_squares(each, labels, input_ids, importance, **more):
 
 
 def of_long_texts(each, labels, input_ids, importance, **more):
-    """A short text beside a long one adds nothing, as if this were a sum."""
+    """A short text next to a long one adds nothing, as if this were a sum."""
     long = importance > 6
     return (each.mean(1) * long).sum() / long.sum().clamp(min=1)
 
 
 def in_order(row):
-    """All lengths within a batch of two or four."""
+    """Different lengths within each batch."""
     return 1 + row * 5 % 12
 
 
@@ -93,7 +93,7 @@ def in_turn(row):
 
 
 def late(row):
-    """What is left out comes with the second step only, and then in whole batches."""
+    """Ignored labels occur from row 12 on, in whole batches."""
     return 12 if row < 12 else 2
 
 
@@ -116,17 +116,17 @@ def tagged(lengths, tags=5):
     return found
 
 
-def run(folder, model, data, sub_step, b=8, **more):
+def run(folder, model, data, size, b=8, **more):
     watch = Watch()
     found = trainer(
-        folder, model, data, b=b, watch=[watch], per_device_train_batch_size=sub_step,
-        gradient_accumulation_steps=8 // sub_step, remove_unused_columns=False, **more,
+        folder, model, data, b=b, watch=[watch], per_device_train_batch_size=size,
+        gradient_accumulation_steps=8 // size, remove_unused_columns=False, **more,
     )  # fmt: skip
     return found, watch
 
 
 def assert_whole(watch, model, data):
-    """Each step of eight was one micro-batch, with the loss of all its examples."""
+    """Check that each step of eight was one micro-batch with the loss of all its examples."""
     assert len(watch.gradients) == len(data) // 8
     for step, found in enumerate(watch.gradients):
         (wanted,) = reference.microbatch_gradients(
@@ -136,31 +136,33 @@ def assert_whole(watch, model, data):
         properties.assert_close(found, wanted, 1e-5)
 
 
-@pytest.mark.parametrize("sub_step", [1, 4])
+@pytest.mark.sample(7)
+@pytest.mark.parametrize("size", [1, 4])
 @pytest.mark.parametrize("lengths", [in_order, sorted_by_length, late])
 @pytest.mark.parametrize(
     "loss",
     [without_0, without_0_or_nothing, without_4, of_all, of_mask, of_importance, of_times],
 )
-def test_the_mean_over_what_was_not_likely(tmp_path, loss, lengths, sub_step):
+def test_unlikely_denominators_are_found(tmp_path, loss, lengths, size):
     data = tagged(lengths)
-    trained, watch = run(tmp_path, Tagger(loss), data, sub_step)
+    trained, watch = run(tmp_path, Tagger(loss), data, size)
     trained.train()
     assert_whole(watch, trained.model, data)
 
 
-@pytest.mark.parametrize("sub_step", [1, 2, 4])
+@pytest.mark.sample(8)
+@pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("lengths", [in_order, in_turn, sorted_by_length, late])
 @pytest.mark.parametrize("loss", [of_tags, of_rare_words, of_squares, of_long_texts])
-def test_the_mean_over_something_else_is_refused(tmp_path, loss, lengths, sub_step):
-    trained, _ = run(tmp_path, Tagger(loss), tagged(lengths), sub_step)
+def test_unknown_denominators_are_refused(tmp_path, loss, lengths, size):
+    trained, _ = run(tmp_path, Tagger(loss), tagged(lengths), size)
     with pytest.raises(NotImplementedError, match="neither a mean|do not tell"):
         trained.train()
     assert all(parameter.grad is None for parameter in trained.model.parameters())
 
 
 class Tasks(nn.Module):
-    """Many numbers for each example, some of which are missing."""
+    """Regression with many targets per example, some of them missing."""
 
     def __init__(self):
         super().__init__()
@@ -172,22 +174,23 @@ class Tasks(nn.Module):
         return {"loss": ((self.head(x) - labels.nan_to_num()) ** 2)[there].mean()}
 
 
-@pytest.mark.parametrize("sub_step", [1, 4])
+@pytest.mark.sample(6)
+@pytest.mark.parametrize("size", [1, 4])
 @pytest.mark.parametrize("lengths", [in_order, sorted_by_length, late])
-def test_numbers_that_are_missing_do_not_count(tmp_path, lengths, sub_step):
+def test_missing_numbers_do_not_count(tmp_path, lengths, size):
     generator, data = torch.Generator().manual_seed(3), []
     for row in range(COUNT):
         labels = torch.randn(12, generator=generator)
         labels[lengths(row) :] = float("nan")
         data.append({"x": torch.randn(4, generator=generator), "labels": labels})
-    trained, watch = run(tmp_path, Tasks(), data, sub_step)
+    trained, watch = run(tmp_path, Tasks(), data, size)
     trained.train()
     assert_whole(watch, trained.model, data)
 
 
-@pytest.mark.parametrize("sub_step", [1, 2, 4])
-def test_masked_images(tmp_path, sub_step):
-    """A loss of transformers whose labels are the input."""
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_masked_images(tmp_path, size):
+    """A stock loss without labels: the input is the target."""
     torch.manual_seed(0)
     model = ViTForMaskedImageModeling(
         ViTConfig(
@@ -210,14 +213,14 @@ def test_masked_images(tmp_path, sub_step):
         }
         for row in range(8)
     ]
-    trained, watch = run(tmp_path, model, data, sub_step)
+    trained, watch = run(tmp_path, model, data, size)
     trained.train()
     assert_whole(watch, trained.model, data)
 
 
 @pytest.mark.parametrize("loss", [of_all, without_0])
-def test_texts_that_cannot_meet_do_not_tell(tmp_path, loss):
-    """One text at once, and no two of one length: nothing can be compared."""
+def test_texts_that_do_not_fit_together_do_not_tell(tmp_path, loss):
+    """One text per batch, no two of one length: nothing can be compared."""
     data = [
         {name: value[: 4 + row] for name, value in example.items() if value.dim()}
         for row, example in enumerate(tagged(lambda row: 12)[:8])
@@ -235,8 +238,8 @@ def test_the_same_example_again_needs_no_comparison(tmp_path):
     assert_whole(watch, trained.model, data)
 
 
-def test_nothing_new_costs_nothing(tmp_path):
-    """Batches are looked at together less and less often."""
+def test_measurements_become_rare(tmp_path):
+    """While nothing is new, batches are compared less and less often."""
     calls = []
 
     def counted(each, *args, **more):
@@ -273,12 +276,12 @@ def the_first(features):
 
 
 def two_rows(features):
-    """Two rows of each example, one after the other."""
+    """Two consecutive rows per example."""
     return {key: torch.stack([f[key] for f in features for _ in "ab"]) for key in features[0]}
 
 
 @pytest.mark.parametrize("b", [2, 16])
-def test_whole_batches_are_refused_for_what_they_are(tmp_path, b):
+def test_whole_batches_are_refused_by_name(tmp_path, b):
     trained, _ = run(
         tmp_path, Tagger(of_all), Whole(tagged(in_order), 8), 1, b,
         clip={"data_collator": the_first},
@@ -288,7 +291,7 @@ def test_whole_batches_are_refused_for_what_they_are(tmp_path, b):
 
 
 def test_whole_batches_from_a_loader(tmp_path):
-    """What the refusal recommends."""
+    """As the error recommends."""
     data, watch = tagged(in_order), Watch()
     trained = trainer(
         tmp_path, Tagger(of_all), Whole(data, 8), kind=Loading, b=2, watch=[watch],
@@ -298,16 +301,13 @@ def test_whole_batches_from_a_loader(tmp_path):
     model = trained.model
     for step, found in enumerate(watch.gradients):
         pieces = [stacked(data, range(i, i + 2)) for i in range(8 * step, 8 * step + 8, 2)]
-        gradients = reference.microbatch_gradients(
-            lambda batch: model(**batch)["loss"], list(model.parameters()), pieces
-        )
-        wanted = reference.clipped_gradient(gradients, [2] * 4, reference.WEIGH["MinNorm()"])[0]
+        wanted = clipped(model, lambda model, batch: model(**batch)["loss"], pieces, [2] * 4)
         properties.assert_close(found, wanted, 1e-5)
     assert len(watch.gradients) == 2
 
 
 @pytest.mark.parametrize("b", [2, 16])
-def test_several_rows_per_example_are_refused_for_what_they_are(tmp_path, b):
+def test_several_rows_per_example_are_refused_by_name(tmp_path, b):
     trained, _ = run(
         tmp_path, Tagger(of_all), tagged(in_order), 8, b, clip={"data_collator": two_rows}
     )

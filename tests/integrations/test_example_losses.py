@@ -1,4 +1,4 @@
-"""Losses of single examples in the Trainer: a single pass, with the twin's gradients."""
+"""Per-example losses in the Trainer: a single pass, with the reference's gradients."""
 
 import pytest
 import torch
@@ -8,31 +8,32 @@ from transformers import BertForSequenceClassification
 from microclip.microbatches import cut
 
 import properties
-import reference
 from trainers import (
     MODELS,
+    ONE_BATCH,
     Ordered,
     OrderedSeq2Seq,
     Watch,
     bert,
+    clipped,
     ctc,
     examples,
+    own_loss,
     stacked,
     trainer,
     wanted,
     windows,
 )
 
-AT_ONCE = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
 
-
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("b", [1, 2, 3])
 @pytest.mark.parametrize("kind", MODELS)
-def test_a_single_pass_equals_the_twin(tmp_path, kind, b):
+def test_a_single_pass_equals_the_reference(tmp_path, kind, b):
     model, data, watch = MODELS[kind](), examples(kind), Watch()
     run = trainer(
         tmp_path, model, data, kind=OrderedSeq2Seq if kind == "t5" else Ordered, b=b,
-        watch=[watch], clip={"engine": "fused"}, **AT_ONCE,
+        watch=[watch], clip={"engine": "fused"}, **ONE_BATCH,
     )  # fmt: skip
     run.train()
     assert run.clipper.outcome.engine == "fused"
@@ -43,39 +44,36 @@ def test_a_single_pass_equals_the_twin(tmp_path, kind, b):
 
 
 def test_a_sum_of_losses_stays_a_sum(tmp_path):
-    """CTC's default in transformers; under accumulation the Trainer itself would add sums up."""
+    """CTC's default in transformers; the stock Trainer would add up sums when it accumulates."""
     model, data, watch = ctc(), examples("ctc"), Watch()
     model.config.ctc_loss_reduction = "sum"
-    run = trainer(tmp_path, model, data, b=2, watch=[watch], clip={"engine": "fused"}, **AT_ONCE)
+    run = trainer(tmp_path, model, data, b=2, watch=[watch], clip={"engine": "fused"}, **ONE_BATCH)
     run.train()
     for found, parts in zip(watch.gradients, windows(8, 1), strict=True):
         properties.assert_close(found, wanted(model, data, parts, 2), 1e-5)
 
 
-def test_domains_have_token_means_of_their_own(tmp_path):
-    """Micro-batches are cut from sorted examples, and so must be what tokens are counted over."""
+def test_domains_have_their_own_token_means(tmp_path):
+    """Micro-batches are cut from examples sorted by domain, so tokens are counted likewise."""
     data = [{**e, "place": i % 3} for i, e in enumerate(examples("llama"))]
     model, watch = MODELS["llama"](), Watch()
     run = trainer(
         tmp_path, model, data, b=2, watch=[watch],
-        clip={"engine": "fused", "domain_column": "place"}, **AT_ONCE,
+        clip={"engine": "fused", "domain_column": "place"}, **ONE_BATCH,
     )  # fmt: skip
     run.train()
     for found, (rows,) in zip(watch.gradients, windows(8, 1), strict=True):
         batch = stacked(examples("llama"), rows)
         pieces = cut(batch, 2, domains=[row % 3 for row in rows])
-        gradients = reference.microbatch_gradients(
-            lambda batch: model(**batch).loss, list(model.parameters()), [p.batch for p in pieces]
-        )
-        twin = reference.clipped_gradient(
-            gradients, [p.size for p in pieces], reference.WEIGH["MinNorm()"],
+        twin = clipped(
+            model, own_loss, [p.batch for p in pieces], [p.size for p in pieces],
             domains=[p.domain for p in pieces],
-        )[0]  # fmt: skip
+        )  # fmt: skip
         properties.assert_close(found, twin, 1e-5)
 
 
-class Penalised(BertForSequenceClassification):
-    """Has a loss of its own."""
+class Penalized(BertForSequenceClassification):
+    """Adds a penalty to the stock loss."""
 
     def forward(self, input_ids=None, labels=None):
         outputs = super().forward(input_ids=input_ids, labels=labels)
@@ -84,34 +82,34 @@ class Penalised(BertForSequenceClassification):
         return outputs
 
 
-def test_a_loss_of_its_own_is_streamed(tmp_path):
+def test_a_custom_loss_is_streamed(tmp_path):
     torch.manual_seed(0)
-    model, data, watch = Penalised(bert().config), examples("bert"), Watch()
-    run = trainer(tmp_path, model, data, b=2, watch=[watch], **AT_ONCE)
+    model, data, watch = Penalized(bert().config), examples("bert"), Watch()
+    run = trainer(tmp_path, model, data, b=2, watch=[watch], **ONE_BATCH)
     run.train()
     assert run.clipper.outcome.engine == "stream"
     for found, parts in zip(watch.gradients, windows(8, 1), strict=True):
         properties.assert_close(found, wanted(model, data, parts, 2), 1e-5)
 
 
-def test_a_head_of_zeros_does_not_hide_a_loss_of_its_own(tmp_path):
-    """All losses are alike at first: the second look tells."""
+def test_a_zero_head_does_not_hide_a_custom_loss(tmp_path):
+    """All losses agree at first; the second check tells them apart."""
     torch.manual_seed(0)
-    model, data = Penalised(bert().config), examples("bert")
+    model, data = Penalized(bert().config), examples("bert")
     nn.init.zeros_(model.classifier.weight)
     nn.init.zeros_(model.classifier.bias)
-    run = trainer(tmp_path, model, data, b=2, learning_rate=0.1, **AT_ONCE)
+    run = trainer(tmp_path, model, data, b=2, learning_rate=0.1, **ONE_BATCH)
     run.train()
     assert run.clipper.outcome.engine == "stream"
     assert run.clipper.outcome.example_losses is None
 
 
-def test_labels_that_do_not_count_add_nothing(tmp_path):
-    """An example without labels has a loss of 0, and its micro-batch that of the others."""
+def test_ignored_labels_add_nothing(tmp_path):
+    """An example without labels has a loss of 0, and its micro-batch the loss of the others."""
     data = examples("llama")
     data[0]["labels"] = torch.full_like(data[0]["labels"], -100)
     model, watch = MODELS["llama"](), Watch()
-    run = trainer(tmp_path, model, data, b=2, watch=[watch], clip={"engine": "fused"}, **AT_ONCE)
+    run = trainer(tmp_path, model, data, b=2, watch=[watch], clip={"engine": "fused"}, **ONE_BATCH)
     run.train()
     twin = wanted(model, data, windows(8, 1)[0], 2)
     properties.assert_close(watch.gradients[0], twin, 1e-5)
@@ -125,6 +123,6 @@ def test_other_losses_of_the_trainer_are_streamed(tmp_path, options, clip):
         return 2 * nn.functional.cross_entropy(outputs.logits, labels)
 
     clip = {"compute_loss_func": doubled} if clip else {}
-    run = trainer(tmp_path, bert(), examples("bert"), b=2, clip=clip, **AT_ONCE, **options)
+    run = trainer(tmp_path, bert(), examples("bert"), b=2, clip=clip, **ONE_BATCH, **options)
     run.train()
     assert run.clipper.outcome.engine == "stream"

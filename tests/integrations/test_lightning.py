@@ -1,4 +1,4 @@
-"""Lightning's Trainer, the real one: the callback clips windows as the twin does."""
+"""Lightning's real Trainer: the callback clips each window as the reference does."""
 
 import pytest
 import torch
@@ -14,11 +14,11 @@ from microclip.integrations.lightning import MicrobatchClip
 
 import properties
 import reference
-from lightning_runs import COUNT, Model, data, trainer
+from lightning_runs import COUNT, Model, clipped, data, loader, trainer, windows_of
 
 
 class Resumable(DataLoader):
-    """Goes on where it was; Lightning begins anew with loaders that cannot."""
+    """Resumes where it stopped; Lightning restarts loaders that cannot."""
 
     seen = start = 0
 
@@ -39,34 +39,26 @@ class Resumable(DataLoader):
 def fit(folder, model, **options):
     callback = MicrobatchClip()
     run = trainer(folder, [callback], **options)
-    run.fit(model, DataLoader(TensorDataset(*data()), batch_size=2))
+    run.fit(model, loader(2))
     return callback, run
 
 
-def twin(model, window):
-    x, y = data()
-    parts = [list(range(i, min(i + 2, COUNT))) for i in range(0, COUNT, 2)]
-    chosen = parts[4 * window : 4 * window + 4]
-    gradients = reference.microbatch_gradients(
-        lambda batch: model.training_step(batch, 0),
-        list(model.parameters()),
-        [(x[rows], y[rows]) for rows in chosen],
-    )
-    sizes = [len(rows) for rows in chosen]
-    return reference.clipped_gradient(gradients, sizes, reference.WEIGH["MinNorm()"])[0]
+def expected(model, window):
+    """Return the gradient of a window of four batches of two."""
+    return clipped(model, windows_of(2, 4, 2)[window])
 
 
 @pytest.mark.filterwarnings("ignore")
 class TestCallback:
     @pytest.mark.parametrize(("precision", "tolerance"), [("32-true", 1e-5), ("bf16-mixed", 0.05)])
-    def test_windows_equal_the_twin(self, tmp_path, precision, tolerance):
+    def test_windows_equal_the_reference(self, tmp_path, precision, tolerance):
         """11 batches: two windows of four, and a short one of three."""
         model = Model()
         callback, run = fit(tmp_path, model, precision=precision)
         assert callback.clipper.step == 3
         assert len(model.seen) == 3
         for window, found in enumerate(model.seen):
-            properties.assert_close(found, twin(model, window), tolerance)
+            properties.assert_close(found, expected(model, window), tolerance)
         assert run.callback_metrics["microclip/bound"] > 0
 
     def test_gradient_clip_val_acts_on_the_clipped_gradient(self, tmp_path):
@@ -74,7 +66,7 @@ class TestCallback:
         fit(tmp_path, model, gradient_clip_val=0.01)
         assert len(model.seen) == 3
         for window, found in enumerate(model.seen):
-            wanted = twin(model, window)
+            wanted = expected(model, window)
             scale = 0.01 / (reference.norm(wanted) + 1e-6)
             assert scale < 1
             properties.assert_close(found, [scale * g for g in wanted], 1e-5)
@@ -84,7 +76,7 @@ class TestCallback:
         for callbacks in ([], [MicrobatchClip()]):
             model = Model(lr=0.1)
             run = trainer(tmp_path, callbacks, accumulate_grad_batches=1)
-            run.fit(model, DataLoader(TensorDataset(*data()), batch_size=8))
+            run.fit(model, loader(8))
             weights.append([p.detach().clone() for p in model.parameters()])
         for one, other in zip(*weights, strict=True):
             assert torch.equal(one, other)
@@ -95,7 +87,7 @@ class TestCallback:
         with pytest.raises(NotImplementedError, match="manual optimization"):
             fit(tmp_path, model, accumulate_grad_batches=1)
 
-    def test_checkpoints_hold_the_step(self, tmp_path):
+    def test_checkpoints_save_the_step(self, tmp_path):
         model = Model(lr=0.1)
         _, run = fit(tmp_path, model)
         run.save_checkpoint(tmp_path / "model.ckpt")
@@ -103,7 +95,7 @@ class TestCallback:
         run = trainer(tmp_path, [again], max_epochs=2)
         run.fit(
             Model(lr=0.1),
-            DataLoader(TensorDataset(*data()), batch_size=2),
+            loader(2),
             ckpt_path=tmp_path / "model.ckpt",
             weights_only=False,
         )
@@ -112,12 +104,12 @@ class TestCallback:
     def test_resuming_in_an_epoch_gives_the_same_weights(self, tmp_path):
         weights = []
         for resumed in (False, True):
-            loader = Resumable(TensorDataset(*data()), batch_size=2)
+            batches = Resumable(TensorDataset(*data()), batch_size=2)
             model, callback = Model(lr=0.1), MicrobatchClip()
             keep = ModelCheckpoint(tmp_path, every_n_train_steps=2, save_top_k=-1)
             run = trainer(tmp_path, [callback, keep], enable_checkpointing=True)
             path = next(iter(tmp_path.glob("*step=2.ckpt"))) if resumed else None
-            run.fit(model, loader, ckpt_path=path, weights_only=False)
+            run.fit(model, batches, ckpt_path=path, weights_only=False)
             assert callback.clipper.step == 3
             assert len(model.seen) == (1 if resumed else 3)
             weights.append([p.detach().clone() for p in model.parameters()])
@@ -125,26 +117,25 @@ class TestCallback:
             assert torch.equal(one, other)
 
     def test_losses_are_scaled_and_unscaled(self, tmp_path):
-        """Lightning unscales before on_before_optimizer_step: finishing there would be too late."""
+        """Lightning unscales before on_before_optimizer_step, so we must finish before that."""
         model = Model()
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
         plugin = MixedPrecision("16-mixed", "cpu", scaler)
         callback, _ = fit(tmp_path, model, plugins=[plugin])
         assert len(model.seen) == 3
         for window, found in enumerate(model.seen):
-            properties.assert_close(found, twin(model, window), 0.02)
+            properties.assert_close(found, expected(model, window), 0.02)
         assert float(callback.clipper.outcome.norms.max()) < 10  # not a thousand times that
         assert float(callback.clipper.outcome.loss) < 10
 
-    def test_batches_have_names_domains_and_losses(self, tmp_path):
+    def test_ids_domains_and_losses(self, tmp_path):
         x, y = data()
-        numbered = TensorDataset(x, y, torch.arange(COUNT))
         callback = MicrobatchClip(
             ids=lambda batch: batch[2], domain=lambda batch: int(batch[2][0]) % 4
         )
         model = Model()
         run = trainer(tmp_path, [callback])
-        run.fit(model, DataLoader(numbered, batch_size=2))
+        run.fit(model, loader(2, torch.arange(COUNT)))
         outcome = callback.clipper.outcome
         assert outcome.ids == ((16, 17), (18, 19), (20, 21))
         assert outcome.domains == (0, 2, 0)
@@ -161,8 +152,8 @@ class TestCallback:
         callback = MicrobatchClip()
         run = trainer(tmp_path, [callback])
         with pytest.raises(RuntimeError, match="no such example"):
-            run.fit(Failing(), DataLoader(TensorDataset(*data()), batch_size=2))
-        assert callback.clipper.state_dict()["step"] == 0  # it would refuse half a step
+            run.fit(Failing(), loader(2))
+        assert callback.clipper.state_dict()["step"] == 0  # in mid-step this would raise
 
     def test_other_strategies_are_refused(self, tmp_path):
         model, callback = Model(), MicrobatchClip()
@@ -173,9 +164,9 @@ class TestCallback:
 
 
 @pytest.mark.filterwarnings("ignore")
-class TestPlainObject:
+class TestClipper:
     def test_manual_optimization(self, tmp_path):
-        """b = 2 in batches of 8: the same windows as the callback's."""
+        """b = 2 in batches of 8: the same micro-batches as above."""
 
         class Manual(Model):
             def __init__(self):
@@ -191,10 +182,10 @@ class TestPlainObject:
 
         model = Manual()
         run = trainer(tmp_path, [], accumulate_grad_batches=1)
-        run.fit(model, DataLoader(TensorDataset(*data()), batch_size=8))
+        run.fit(model, loader(8))
         assert len(model.seen) == 3
         for window, found in enumerate(model.seen):
-            properties.assert_close(found, twin(Model(), window), 1e-5)
+            properties.assert_close(found, expected(Model(), window), 1e-5)
 
     def test_fabric(self):
         fabric = Fabric(accelerator="cpu", devices=1)
@@ -203,10 +194,10 @@ class TestPlainObject:
         x, y = data()
         clipper = Clipper(model, 2)
         clipper.backward(lambda b: F.cross_entropy(model(b[0]), b[1]), (x[:8], y[:8]))
-        properties.assert_close([p.grad for p in plain.parameters()], twin(Model(), 0), 1e-5)
+        properties.assert_close([p.grad for p in plain.parameters()], expected(Model(), 0), 1e-5)
 
     def test_fabric_in_mixed_precision(self):
-        """Fabric wants to call backward itself; then it is fold() after each."""
+        """Fabric insists on its own backward, so we call fold() after each."""
         fabric = Fabric(accelerator="cpu", devices=1, precision="bf16-mixed")
         plain = Model()
         model, _ = fabric.setup(plain.net, torch.optim.SGD(plain.net.parameters(), lr=0.1))
@@ -218,4 +209,4 @@ class TestPlainObject:
                 fabric.backward(F.cross_entropy(model(x[rows]), y[rows]))
                 clipper.fold(size=2)
         clipper.finish()
-        properties.assert_close([p.grad for p in plain.parameters()], twin(Model(), 0), 0.05)
+        properties.assert_close([p.grad for p in plain.parameters()], expected(Model(), 0), 0.05)

@@ -1,4 +1,4 @@
-"""What runs around a clipped step in Lightning: hooks, optimizers, logs."""
+"""Hooks, optimizers and logs around a clipped step in Lightning."""
 
 import csv
 import warnings
@@ -15,6 +15,7 @@ from microclip.integrations.lightning import MicrobatchClip
 import properties
 import reference
 from lightning_runs import (
+    LIGHTNING_WARNINGS,
     Model,
     Watched,
     assert_steps,
@@ -27,18 +28,13 @@ from lightning_runs import (
     windows_of,
 )
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*(does not have many workers|smaller than the logging)"),
-    pytest.mark.filterwarnings("ignore:.*have no logger configured"),
-    pytest.mark.filterwarnings("ignore:.*GPU available but not used"),
-    pytest.mark.filterwarnings("ignore:.*`training_step` returned `None`"),
-]
+pytestmark = LIGHTNING_WARNINGS
 
 
 class TestHooks:
     @pytest.mark.parametrize(("size", "accumulate", "b"), [(4, 2, 2), (8, 1, 2), (2, 4, None)])
     def test_gradients_edited_after_backward(self, tmp_path, size, accumulate, b):
-        """What the hook leaves is the micro-batch's gradient: it is that which is clipped."""
+        """What the hook leaves in .grad is the micro-batch's gradient, and is clipped."""
 
         class Halved(Model):
             calls = 0
@@ -89,15 +85,15 @@ class TestHooks:
             value = [g.clamp(-0.01, 0.01) for g in wanted]
             properties.assert_close(found, norm if algorithm == "norm" else value, 1e-5)
 
-    def test_a_backward_of_its_own(self, tmp_path):
-        class Own(Model):
+    def test_a_custom_backward(self, tmp_path):
+        class Custom(Model):
             calls = 0
 
             def backward(self, loss, *args, **kwargs):
                 self.calls += 1
                 loss.backward(*args, **kwargs)
 
-        model = Own()
+        model = Custom()
         fit(tmp_path, model)
         assert model.calls == 11
         assert_steps(model, windows_of(8, 1, 2))
@@ -118,7 +114,7 @@ class TestHooks:
         assert found == pytest.approx(wanted, rel=1e-5)
 
     def test_old_gradients_are_seen_by_on_before_zero_grad(self, tmp_path):
-        """As in stock Lightning, where they are cleared after the forward pass."""
+        """As in stock Lightning, which clears them after the forward pass."""
 
         class Looking(Model):
             kept = ()
@@ -134,7 +130,7 @@ class TestHooks:
 
 class TestOptimizers:
     def lbfgs(self, net, batches, b):
-        """Train with torch's LBFGS alone, on what the twin clips."""
+        """Train with plain torch LBFGS on the reference's clipped gradients."""
         optimizer = torch.optim.LBFGS(net.parameters(), lr=0.3, max_iter=4)
         for x, y in batches:
             pieces = [(x[i : i + b], y[i : i + b]) for i in range(0, len(x), b)]
@@ -154,7 +150,7 @@ class TestOptimizers:
 
             optimizer.step(closure)
 
-    def test_lbfgs_asks_several_times(self, tmp_path):
+    def test_lbfgs_evaluates_several_times(self, tmp_path):
         class Newton(Model):
             def configure_optimizers(self):
                 return torch.optim.LBFGS(self.parameters(), lr=0.3, max_iter=4)
@@ -171,7 +167,7 @@ class TestOptimizers:
             def configure_optimizers(self):
                 return torch.optim.LBFGS(self.parameters(), max_iter=4)
 
-        with pytest.raises(NotImplementedError, match="LBFGS asks for the gradient .* second time"):
+        with pytest.raises(NotImplementedError, match="LBFGS evaluates .* a second time"):
             fit(tmp_path, Newton(), accumulate=2, clip={"microbatch_size": b})
 
     def test_several_optimizers_are_refused_by_lightning(self, tmp_path):
@@ -182,18 +178,18 @@ class TestOptimizers:
         with pytest.raises(RuntimeError, match="manual optimization"):
             fit(tmp_path, Two())
 
-    def test_a_tensor_that_the_module_does_not_know(self, tmp_path):
+    def test_a_tensor_that_is_not_a_parameter(self, tmp_path):
         class Outside(Model):
             def configure_optimizers(self):
                 self.extra = [torch.zeros(3, requires_grad=True)]
                 return torch.optim.SGD([*self.parameters(), *self.extra], lr=0.1)
 
-        with pytest.raises(ValueError, match=r"shape \(3,\) that is no parameter of Outside"):
+        with pytest.raises(ValueError, match=r"shape \(3,\) that is not a parameter of Outside"):
             fit(tmp_path, Outside())
 
     @pytest.mark.parametrize(("size", "accumulate", "b"), [(8, 1, 2), (2, 4, None)])
     def test_parameters_that_no_optimizer_clears(self, tmp_path, size, accumulate, b):
-        """Their old gradients stay in .grad, as in stock Lightning, and out of the norms."""
+        """Their old gradients stay in .grad, as in stock Lightning, but do not enter the norms."""
 
         class Partly(Model):
             def configure_optimizers(self):
@@ -236,8 +232,8 @@ class TestOptimizers:
         found = [p.grad for p in model.parameters()]
         properties.assert_close(found, clipped(model, rows_of(0, 8, 2)), 1e-5)
 
-    def test_a_step_that_the_module_leaves_out(self, tmp_path):
-        """Its optimizer_step runs the closure only: the next window does not inherit."""
+    def test_a_step_that_the_module_skips(self, tmp_path):
+        """Its optimizer_step only runs the closure; the next window starts clean."""
 
         class Every(Model):
             def optimizer_step(self, epoch, batch_idx, optimizer, closure=None):
@@ -254,7 +250,7 @@ class TestOptimizers:
 
 class TestLogs:
     @pytest.mark.parametrize("b", [2, 3, 100])
-    def test_figures_are_those_of_the_whole_batch(self, tmp_path, b):
+    def test_logged_values_are_those_of_the_whole_batch(self, tmp_path, b):
         class Logging(Model):
             def training_step(self, batch, batch_idx):
                 loss = super().training_step(batch, batch_idx)
@@ -287,14 +283,14 @@ class TestLogs:
             figures = {name: value.item() for name, value in run.callback_metrics.items()}
             found.append({k: v for k, v in figures.items() if not k.startswith("microclip")})
         stock, ours = found
-        if b < 8:  # how many examples a call sees does change
+        if b < 8:  # the number of examples per call does differ
             assert (stock.pop("examples"), ours.pop("examples")) == (6, b)
         assert ours == pytest.approx(stock, rel=1e-5)
         assert set(ours) >= {"loss_step", "loss_epoch", "step", "mean", "given", "count", "most"}
         assert len(steps[0]) == 3
         assert steps[1] == pytest.approx(steps[0], rel=1e-5)
 
-    def test_a_metric_of_torchmetrics(self, tmp_path):
+    def test_a_torchmetrics_metric(self, tmp_path):
         class Counting(Model):
             def __init__(self):
                 super().__init__()
@@ -363,13 +359,13 @@ class TestLogs:
         "odd",
         [lambda x: torch.tensor(int(x.sum() * 1000)), lambda x: str(x.sum()), lambda x: x.sum(0)],
     )
-    def test_outputs_that_cannot_be_joined_are_refused(self, tmp_path, odd):
+    def test_outputs_that_cannot_be_merged_are_refused(self, tmp_path, odd):
         class Odd(Model):
             def training_step(self, batch, batch_idx):
                 return {"loss": super().training_step(batch, batch_idx), "odd": odd(batch[0])}
 
         with pytest.raises(
-            NotImplementedError, match="training_step returned 'odd' beside the loss"
+            NotImplementedError, match="training_step returned 'odd' along with the loss"
         ):
             fit(tmp_path, Odd())
 

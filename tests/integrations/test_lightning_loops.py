@@ -1,4 +1,4 @@
-"""Lightning's loops around clipped steps: limits, errors, resuming, searches."""
+"""Lightning's loops with clipped steps: limits, errors, resuming, tuner."""
 
 import re
 import warnings
@@ -23,6 +23,7 @@ from microclip.ledger.read import open_ledger
 
 import properties
 from lightning_runs import (
+    LIGHTNING_WARNINGS,
     Model,
     assert_steps,
     clipped,
@@ -34,12 +35,7 @@ from lightning_runs import (
     windows_of,
 )
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*(does not have many workers|smaller than the logging)"),
-    pytest.mark.filterwarnings("ignore:.*have no logger configured"),
-    pytest.mark.filterwarnings("ignore:.*GPU available but not used"),
-    pytest.mark.filterwarnings("ignore:.*`training_step` returned `None`"),
-]
+pytestmark = LIGHTNING_WARNINGS
 
 
 class TestLoops:
@@ -106,7 +102,7 @@ class TestLoops:
         run.fit(model, loader(4))
         assert_steps(model, windows_of(4, 3, 2))
 
-    def test_fitting_again_goes_on_counting(self, tmp_path):
+    def test_fitting_again_continues_the_step_count(self, tmp_path):
         callback, model = MicrobatchClip(microbatch_size=2), Model()
         for _ in range(2):
             trainer(tmp_path, [callback], accumulate_grad_batches=1).fit(model, loader(8))
@@ -145,28 +141,28 @@ class TestLoops:
         run = trainer(tmp_path, [callback], accumulate_grad_batches=2)
         with (
             pytest.warns(UserWarning, match="your dataloader is not resumable"),
-            pytest.warns(UserWarning, match="in the middle of a window .* 2 micro-batches"),
+            pytest.warns(UserWarning, match="in the middle of an acc.* 2 micro-batches"),
         ):
             run.fit(again, loader(4), ckpt_path=tmp_path / "half.ckpt", weights_only=False)
-        # without a loader that can go on, Lightning begins with the first batch, as the fourth
+        # the loader cannot resume, so Lightning takes its first batch as the fourth
         assert callback.clipper.step == 1 + len(again.seen)
         properties.assert_close(again.seen[0], clipped(again, rows_of(0, 4, 2)), 1e-5)
 
     def test_two_callbacks_are_refused(self, tmp_path):
         class Another(MicrobatchClip):
-            """Lightning refuses two of one class by itself."""
+            """A subclass: Lightning itself refuses two callbacks of one class."""
 
         with pytest.raises(ValueError, match="has 2 MicrobatchClip callbacks"):
             fit(tmp_path, Model(), callbacks=[Another()])
 
     @pytest.mark.filterwarnings("ignore:.*`dataloader_iter`")
-    def test_a_step_that_takes_the_loader_is_refused(self, tmp_path):
-        class Own(Model):
+    def test_a_training_step_with_dataloader_iter_is_refused(self, tmp_path):
+        class Fetching(Model):
             def training_step(self, dataloader_iter):
                 return super().training_step(next(dataloader_iter)[0], 0)
 
-        with pytest.raises(NotImplementedError, match="takes its batches itself"):
-            fit(tmp_path, Own())
+        with pytest.raises(NotImplementedError, match="fetches its own batches"):
+            fit(tmp_path, Fetching())
 
     def test_weight_averaging_runs_an_epoch_without_gradients(self, tmp_path):
         class Normed(Model):
@@ -183,8 +179,8 @@ class TestLoops:
         assert model.net[1].num_batches_tracked > 0
 
     @pytest.mark.parametrize("how", ["tuner", "callback"])
-    def test_the_search_for_a_learning_rate(self, tmp_path, how):
-        """It runs without callbacks, and leaves the fit after it alone."""
+    def test_lr_find(self, tmp_path, how):
+        """It runs without callbacks and does not affect the fit after it."""
         callback, model = MicrobatchClip(microbatch_size=2), Model(lr=0.1)
         finder = [LearningRateFinder(num_training_steps=5, update_attr=False)]
         callbacks = [callback, *(finder if how == "callback" else [])]
@@ -201,7 +197,7 @@ class TestLoops:
         assert callback.clipper.step == 3
         assert len(model.seen) == 3
 
-    def test_the_search_for_a_batch_size(self, tmp_path):
+    def test_scale_batch_size(self, tmp_path):
         class Sized(Model):
             batch_size = 2
 
@@ -227,17 +223,17 @@ class TestLoops:
         fit(tmp_path, model, limit_train_batches=2)
         assert model.net[1].num_batches_tracked == 8
 
-    def test_parameters_thawed_between_epochs(self, tmp_path):
-        class Thaw(pl.Callback):
+    def test_parameters_unfrozen_between_epochs(self, tmp_path):
+        class Unfreeze(pl.Callback):
             def on_train_epoch_start(self, trainer, module):
                 module.net[0].requires_grad_(trainer.current_epoch > 0)
 
         model = Model()
-        fit(tmp_path, model, 22, callbacks=[Thaw()], max_epochs=2)
+        fit(tmp_path, model, 22, callbacks=[Unfreeze()], max_epochs=2)
         assert [g is None for g in model.seen[0]] == [True, True, False, False]
         properties.assert_close(model.seen[1], clipped(model, rows_of(0, 22, 2)), 1e-5)
 
-    def test_two_loaders_need_a_count(self, tmp_path):
+    def test_two_loaders_need_size(self, tmp_path):
         class Both(Model):
             def training_step(self, batch, batch_idx):
                 return super().training_step(batch["a"], 0) + super().training_step(batch["b"], 0)
@@ -267,11 +263,11 @@ class TestArguments:
             ({"microbatch_size": 0}, "must be a positive integer or None, but got 0"),
             ({"microbatch_size": 2.5}, "must be a positive integer or None, but got 2.5"),
             ({"batch_dim": -1}, "batch_dim must be 0, 1, ... or None, but got -1"),
-            ({"size": len, "microbatch_size": 2}, "does not go with microbatch_size"),
+            ({"size": len, "microbatch_size": 2}, "cannot be combined with microbatch_size"),
             ({"rule": 4}, "Did you mean MicrobatchClip.microbatch_size=4"),
             ({"rule": rules.Median()}, "Median"),
         ],
     )
-    def test_mistakes_are_found_at_once(self, wrong, message):
+    def test_wrong_arguments_are_refused_at_once(self, wrong, message):
         with pytest.raises((ValueError, TypeError), match=re.compile(message)):
             MicrobatchClip(**wrong)

@@ -1,4 +1,4 @@
-"""Batches that Lightning's callback cuts, counts and names, and those it skips."""
+"""How the Lightning callback cuts, counts and names batches, and which ones it skips."""
 
 import warnings
 
@@ -17,6 +17,7 @@ import properties
 import reference
 from lightning_runs import (
     COUNT,
+    LIGHTNING_WARNINGS,
     Model,
     Watched,
     assert_steps,
@@ -29,12 +30,7 @@ from lightning_runs import (
     windows_of,
 )
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*(does not have many workers|smaller than the logging)"),
-    pytest.mark.filterwarnings("ignore:.*have no logger configured"),
-    pytest.mark.filterwarnings("ignore:.*GPU available but not used"),
-    pytest.mark.filterwarnings("ignore:.*`training_step` returned `None`"),
-]
+pytestmark = LIGHTNING_WARNINGS
 
 
 @pytest.mark.parametrize(
@@ -45,8 +41,8 @@ pytestmark = [
         (22, 1, 4, "32-true"), (8, 1, 2, "bf16-mixed"), (4, 2, 2, "16-mixed"), (8, 1, 2, "64-true"),
     ],
 )  # fmt: skip
-@pytest.mark.filterwarnings("ignore:A step has one micro-batch")
-def test_cut_batches_equal_the_twin(tmp_path, size, accumulate, b, precision):
+@pytest.mark.filterwarnings("ignore:A step has only one micro-batch")
+def test_cut_batches_equal_the_reference(tmp_path, size, accumulate, b, precision):
     model, options = Model(), {"precision": precision}
     if precision == "16-mixed":
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
@@ -62,7 +58,7 @@ def test_cut_batches_equal_the_twin(tmp_path, size, accumulate, b, precision):
 
 
 def test_weights_after_training_equal_a_plain_loop(tmp_path):
-    """Over two epochs, so that nothing of a window gets into the next."""
+    """Over two epochs, so that nothing may leak from one window into the next."""
     model = Model(lr=0.1)
     fit(tmp_path, model, 4, accumulate=2, max_epochs=2)
     twin = Model()
@@ -76,7 +72,7 @@ def test_weights_after_training_equal_a_plain_loop(tmp_path):
 
 
 @pytest.mark.parametrize(("size", "b"), [(8, 8), (8, 1000), (8, None), (22, 22), (1, 1)])
-@pytest.mark.filterwarnings("ignore:A step has one micro-batch")
+@pytest.mark.filterwarnings("ignore:A step has only one micro-batch")
 def test_one_microbatch_is_stock_lightning_bit_for_bit(tmp_path, size, b):
     weights = []
     for callbacks in ([], [MicrobatchClip(microbatch_size=b)]):
@@ -89,20 +85,20 @@ def test_one_microbatch_is_stock_lightning_bit_for_bit(tmp_path, size, b):
 
 class TestWarnings:
     def test_one_microbatch_per_step(self, tmp_path):
-        with pytest.warns(UserWarning, match="nothing is clipped. Say MicrobatchClip.microbatch_"):
+        with pytest.warns(UserWarning, match="nothing is clipped. Pass MicrobatchClip.microbatch_"):
             fit(tmp_path, Model(), clip={"microbatch_size": None})
 
     @pytest.mark.parametrize(
         ("size", "b", "accumulate"), [(8, 2, 1), (2, None, 4), (7, 6, 1), (3, 3, 2)]
     )
-    def test_several_or_a_ragged_end_say_nothing(self, tmp_path, size, b, accumulate):
+    def test_no_warning_for_several_or_for_a_short_last_batch(self, tmp_path, size, b, accumulate):
         with warnings.catch_warnings():
-            warnings.filterwarnings("error", message="A step has one micro-batch")
+            warnings.filterwarnings("error", message="A step has only one micro-batch")
             fit(tmp_path, Model(), size, accumulate=accumulate, clip={"microbatch_size": b})
 
 
 class Skipping(Model):
-    """Returns None for batches, or for micro-batches, that hold one of the rows."""
+    """Returns None for every batch or micro-batch that holds one of the rows."""
 
     def __init__(self, rows, lr=0.0):
         super().__init__(lr)
@@ -117,7 +113,7 @@ class Skipping(Model):
 class TestSkipped:
     @pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
     def test_the_last_batch_of_a_window(self, tmp_path, precision):
-        """Every fourth of four: Lightning steps all the same, or (16-mixed) ought to."""
+        """Skips the last batch of each window: Lightning steps anyway, or (16-mixed) ought to."""
         options = {}
         if precision == "16-mixed":
             scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
@@ -145,7 +141,7 @@ class TestSkipped:
             [piece for piece in window if not set(piece) & set(rows)]
             for window in windows_of(8, accumulate, 2)
         ]
-        if not wanted[0]:  # Lightning calls the optimizer: without gradients, nothing happens
+        if not wanted[0]:  # Lightning still calls the optimizer, but without gradients
             assert all(p is None for p in model.seen.pop(0))
             wanted.pop(0)
         assert_steps(model, wanted)
@@ -159,7 +155,7 @@ class TestSkipped:
         assert_steps(model, [whole[0][1:], [whole[1][0], *whole[1][2:]]])
 
     def test_the_rest_of_an_epoch(self, tmp_path):
-        """on_train_batch_start returns -1 in mid-window: its gradients are not of the next one."""
+        """on_train_batch_start returns -1 in mid-window: the window is dropped."""
 
         class Stopping(Model):
             def on_train_batch_start(self, batch, batch_idx):
@@ -229,7 +225,7 @@ class TestTimeFirst:
             fit(tmp_path, Recurrent(), batches=self.batches(5, 6))
 
     @pytest.mark.parametrize("b", [None, 2])
-    def test_a_warning_where_only_time_could_be_counted(self, tmp_path, b):
+    def test_a_warning_if_time_was_counted_as_examples(self, tmp_path, b):
         class Tagging(Recurrent):
             def training_step(self, batch, batch_idx):
                 return self.head(self.rnn(batch)[0]).square().mean()
@@ -239,15 +235,15 @@ class TestTimeFirst:
             fit(tmp_path, Tagging(), batches=batches, clip={"microbatch_size": b}, accumulate=2)
 
     @pytest.mark.parametrize("given", [0, None])
-    def test_no_warning_if_the_model_turns_it(self, tmp_path, given):
-        class Turning(Recurrent):
+    def test_no_warning_if_the_model_transposes(self, tmp_path, given):
+        class Transposing(Recurrent):
             def training_step(self, batch, batch_idx):
                 return self.head(self.rnn(batch.transpose(0, 1))[0]).square().mean()
 
         batches = [torch.randn(6, 5, 4) for _ in range(2)]
-        fit(tmp_path, Turning(), batches=batches, clip={"batch_dim": given})
+        fit(tmp_path, Transposing(), batches=batches, clip={"batch_dim": given})
 
-    def test_size_counts_batches_that_tensors_do_not_tell(self, tmp_path):
+    def test_size_counts_what_tensors_do_not_show(self, tmp_path):
         callback = fit(
             tmp_path, Recurrent(), batches=self.batches(5, 6), accumulate=2,
             clip={"microbatch_size": None, "size": lambda batch: len(batch[1])},
@@ -284,7 +280,7 @@ class TestNames:
     @pytest.mark.parametrize("collate", [dict, lambda b: [b["x"], b["y"], [b["text"]]]])
     @pytest.mark.parametrize("domain", [None, lambda b: [0, 1] * (len(_tensor(b)) // 2)])
     def test_strings_are_cut_along(self, tmp_path, collate, domain):
-        """Loaders make lists of them, and training_step may look at them."""
+        """Loaders collate strings into lists, and training_step may read them."""
         x, y = data()
         rows = [{"x": x[i], "y": y[i], "text": f"{x[i].sum():.4f}"} for i in range(COUNT)]
         texts = []
@@ -302,8 +298,8 @@ class TestNames:
         assert sorted(texts) == sorted(row["text"] for row in rows)
 
     @pytest.mark.parametrize("one", [lambda b: b[2][0] * 0, lambda b: np.int64(0), lambda b: 0])
-    def test_a_tensor_is_the_label_that_it_holds(self, tmp_path, one):
-        """Tensors are equal to nothing else as keys: each batch would be a domain of its own."""
+    def test_a_tensor_is_converted_to_its_label(self, tmp_path, one):
+        """Tensors hash by identity, so otherwise each batch would be its own domain."""
         model = Model()
         callback = fit(
             tmp_path, model, 2, batches=loader(2, torch.arange(COUNT)), accumulate=4,
@@ -313,17 +309,17 @@ class TestNames:
         assert_steps(model, windows_of(2, 4, 2))
 
     def test_a_batch_of_two_domains_must_be_cut(self, tmp_path):
-        with pytest.raises(ValueError, match="one domain, but domain found 0, 1 in it"):
+        with pytest.raises(ValueError, match="one domain, but domain.. returned 0, 1 for this one"):
             fit(
                 tmp_path, Model(), batches=loader(8, torch.arange(COUNT)), accumulate=2,
                 clip={"microbatch_size": None, "domain": lambda b: b[2] % 2},
             )  # fmt: skip
 
     @pytest.mark.parametrize("b", [None, 2])
-    def test_too_few_names_are_an_error(self, tmp_path, b):
+    def test_too_few_ids_are_an_error(self, tmp_path, b):
         with pytest.raises(ValueError, match="ids"):
             fit(tmp_path, Model(), clip={"microbatch_size": b, "ids": lambda b: [1, 2, 3]})
 
-    def test_positions_go_on_over_batches(self, tmp_path):
+    def test_positions_continue_over_batches(self, tmp_path):
         callback = fit(tmp_path, Model(), 4, accumulate=2, limit_train_batches=2)
         assert callback.clipper.outcome.ids == ((0, 1), (2, 3), (4, 5), (6, 7))

@@ -1,4 +1,4 @@
-"""The Trainer's loss, replaced wherever it can be: the gradient is always that of it."""
+"""The Trainer's loss, replaced in every possible place: its gradient is what gets clipped."""
 
 import functools
 from itertools import pairwise
@@ -21,29 +21,30 @@ from microclip.integrations.example_losses import ExampleLossFinder
 from microclip.microbatches import cut
 
 import properties
-import reference
 from hidden import Hidden
 from trainers import (
+    ONE_BATCH,
     Ordered,
     Watch,
     bert,
+    clipped,
     ctc,
     examples,
     gpt2,
     llama,
     mixtral,
+    own_loss,
     stacked,
     trainer,
     vit,
     windows,
 )  # fmt: skip
 
-AT_ONCE = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
-SMALL = 1e-3  # of an auxiliary term: 0.1 % of the loss, about
+SMALL = 1e-3  # size of an auxiliary term: about 0.1 % of the loss
 
 
 def assert_clipped(run, watch, data, losses, b=2):
-    """The gradient of each step is the twin's, with the loss that holds for that step."""
+    """Check the gradient of each step against the reference, with that step's loss."""
     model = run.model
     steps = windows(8, 1)
     losses = losses if isinstance(losses, list) else [losses] * len(steps)
@@ -51,13 +52,8 @@ def assert_clipped(run, watch, data, losses, b=2):
     model.train()
     for found, (rows,), loss in zip(watch.gradients, steps, losses, strict=True):
         pieces = cut(stacked(data, rows), b)
-        gradients = reference.microbatch_gradients(
-            lambda batch, loss=loss: loss(model, batch),
-            list(model.parameters()),
-            [piece.batch for piece in pieces],
-        )
         sizes = [piece.size for piece in pieces]
-        twin = reference.clipped_gradient(gradients, sizes, reference.WEIGH["MinNorm()"])[0]
+        twin = clipped(model, loss, [piece.batch for piece in pieces], sizes)
         properties.assert_close(found, twin, 1e-5)
 
 
@@ -74,7 +70,7 @@ def penalty(scores):
     return SMALL * scores.square().mean()
 
 
-def penalised(model, batch):
+def penalized(model, batch):
     return plain(model, batch) + penalty(logits(model, batch))
 
 
@@ -92,14 +88,14 @@ def smoothed(model, batch):
 
 
 def common_first():
-    """Class 2 comes in the last examples alone."""
+    """Class 2 occurs in the last examples only."""
     data = examples("bert")
     for row, example in enumerate(data):
         example["labels"] = torch.tensor(row % 2 if row < 17 else 2 - row % 2)
     return data
 
 
-# Each way to replace a loss: what is done to the run, and the loss that then holds.
+# The ways to replace a loss
 
 
 def on_the_instance(run):
@@ -112,26 +108,26 @@ def on_the_instance(run):
 def on_the_model(run):
     forward = run.model.forward
 
-    def penalising(**inputs):
+    def penalizing(**inputs):
         outputs = forward(**inputs)
         if outputs.loss is not None:
             outputs.loss = outputs.loss + penalty(outputs.logits)
         return outputs
 
-    run.model.forward = penalising
+    run.model.forward = penalizing
 
 
 def disguised(run):
     forward = run.model.forward
 
     @functools.wraps(forward)
-    def penalising(**inputs):
+    def penalizing(**inputs):
         outputs = forward(**inputs)
         if outputs.loss is not None:
             outputs.loss = outputs.loss + penalty(outputs.logits)
         return outputs
 
-    run.model.forward = penalising
+    run.model.forward = penalizing
 
 
 def by_a_hook(run):
@@ -150,13 +146,13 @@ def by_compute_loss_func(run):
 
 
 def by_a_partial(run):
-    def penalising(forward, **inputs):
+    def penalizing(forward, **inputs):
         outputs = forward(**inputs)
         if outputs.loss is not None:
             outputs.loss = outputs.loss + penalty(outputs.logits)
         return outputs
 
-    run.model.forward = functools.partial(penalising, run.model.forward)
+    run.model.forward = functools.partial(penalizing, run.model.forward)
 
 
 REPLACED = [
@@ -167,18 +163,21 @@ REPLACED = [
 @pytest.mark.parametrize("replace", REPLACED)
 def test_a_loss_that_is_replaced_is_trained_on(tmp_path, replace):
     data, watch = examples("bert"), Watch()
-    options = {"remove_unused_columns": False, **AT_ONCE}  # a wrapper does not name its arguments
+    options = {
+        "remove_unused_columns": False,
+        **ONE_BATCH,
+    }  # wrappers hide forward's signature
     run = trainer(tmp_path, bert(), data, b=2, watch=[watch], **options)
     replace(run)
     run.train()
     assert run.clipper.outcome.engine == "stream"
     vars(run.model).pop("forward", None)
     run.model._forward_hooks.clear()
-    assert_clipped(run, watch, data, penalised)
+    assert_clipped(run, watch, data, penalized)
 
 
 class Later(TrainerCallback):
-    """Does something after the first step."""
+    """Runs an action after the first step."""
 
     def __init__(self, action):
         self.action = action
@@ -191,17 +190,17 @@ class Later(TrainerCallback):
 @pytest.mark.parametrize("replace", REPLACED)
 def test_a_loss_that_is_replaced_later_is_trained_on(tmp_path, replace):
     data, watch = examples("bert"), Watch()
-    run = trainer(tmp_path, bert(), data, b=2, watch=[watch], **AT_ONCE)
+    run = trainer(tmp_path, bert(), data, b=2, watch=[watch], **ONE_BATCH)
     run.add_callback(Later(lambda: replace(run)))
     run.train()
     vars(run.model).pop("forward", None)
     run.model._forward_hooks.clear()
-    assert_clipped(run, watch, data, [plain, penalised, penalised])
+    assert_clipped(run, watch, data, [plain, penalized, penalized])
 
 
 def test_smoothing_that_begins_later(tmp_path):
     data, watch = examples("bert"), Watch()
-    run = trainer(tmp_path, bert(), data, b=2, watch=[watch], **AT_ONCE)
+    run = trainer(tmp_path, bert(), data, b=2, watch=[watch], **ONE_BATCH)
     run.add_callback(Later(lambda: setattr(run, "label_smoother", LabelSmoother(epsilon=0.2))))
     run.train()
     assert_clipped(run, watch, data, [plain, smoothed, smoothed])
@@ -213,7 +212,7 @@ def unshifted(model, batch):
 
 @pytest.mark.parametrize("how", ["type", "function", "class"])
 def test_another_loss_of_transformers_later(tmp_path, how):
-    """It is transformers' own, too, but not the one that was checked."""
+    """The new loss is transformers' own, too, but not the one that was checked."""
     model, data, watch = llama(), examples("llama"), Watch()
 
     def switch():
@@ -224,7 +223,7 @@ def test_another_loss_of_transformers_later(tmp_path, how):
         else:
             model.__class__ = Unshifted
 
-    run = trainer(tmp_path, model, data, b=2, watch=[watch], **AT_ONCE)
+    run = trainer(tmp_path, model, data, b=2, watch=[watch], **ONE_BATCH)
     run.add_callback(Later(switch))
     run.train()
     assert_clipped(run, watch, data, [tokens, unshifted, unshifted])
@@ -245,7 +244,7 @@ def test_a_loss_replaced_for_all_models(tmp_path, monkeypatch):
 
     data, watch = examples("llama"), Watch()
     monkeypatch.setitem(LOSS_MAPPING, "ForCausalLM", doubled)
-    run = trainer(tmp_path, llama(), data, b=2, watch=[watch], **AT_ONCE)
+    run = trainer(tmp_path, llama(), data, b=2, watch=[watch], **ONE_BATCH)
     run.train()
     assert_clipped(run, watch, data, loss)
 
@@ -254,18 +253,18 @@ def test_compute_loss_replaced_for_all_trainers(tmp_path, monkeypatch):
     stock = Trainer.compute_loss
 
     @functools.wraps(stock)
-    def penalising(self, model, inputs, *args, **kwargs):
+    def penalizing(self, model, inputs, *args, **kwargs):
         return stock(self, model, inputs, *args, **kwargs) + penalty(logits(model, inputs))
 
-    monkeypatch.setattr(Trainer, "compute_loss", penalising)
+    monkeypatch.setattr(Trainer, "compute_loss", penalizing)
     data, watch = examples("bert"), Watch()
-    run = trainer(tmp_path, bert(), data, b=2, watch=[watch], **AT_ONCE)
+    run = trainer(tmp_path, bert(), data, b=2, watch=[watch], **ONE_BATCH)
     run.train()
-    assert_clipped(run, watch, data, penalised)
+    assert_clipped(run, watch, data, penalized)
 
 
 class InTraining(BertForSequenceClassification):
-    """Adds something to its loss that evaluation does not show."""
+    """Adds a penalty in training only, so that evaluation does not show it."""
 
     def forward(self, input_ids=None, labels=None):
         outputs = super().forward(input_ids=input_ids, labels=labels)
@@ -284,8 +283,8 @@ class Weighted(BertForSequenceClassification):
         return outputs
 
 
-class OwnProperty(LlamaForCausalLM):
-    """Has a loss function of its own, in a property."""
+class LossProperty(LlamaForCausalLM):
+    """Defines its loss function in a property."""
 
     @property
     def loss_function(self):
@@ -295,7 +294,7 @@ class OwnProperty(LlamaForCausalLM):
 
 
 class Called(BertForSequenceClassification):
-    """Adds to its loss outside of `forward`."""
+    """Adds a penalty outside of `forward`."""
 
     def __call__(self, *args, **kwargs):
         outputs = super().__call__(*args, **kwargs)
@@ -305,7 +304,7 @@ class Called(BertForSequenceClassification):
 
 
 class Around(nn.Module):
-    """A model that is not one of transformers."""
+    """A model that is not from transformers."""
 
     def __init__(self):
         super().__init__()
@@ -327,22 +326,22 @@ def tokens(model, batch):
 @pytest.mark.parametrize(
     ("make", "data", "loss"),
     [
-        (lambda: InTraining(bert().config), examples("bert"), penalised),
+        (lambda: InTraining(bert().config), examples("bert"), penalized),
         (lambda: Weighted(bert().config), common_first(), weighted),
-        (lambda: Called(bert().config), examples("bert"), penalised),
-        (Around, examples("bert"), penalised),
+        (lambda: Called(bert().config), examples("bert"), penalized),
+        (Around, examples("bert"), penalized),
         (
-            lambda: OwnProperty(llama().config),
+            lambda: LossProperty(llama().config),
             examples("llama"),
             lambda model, batch: tokens(model, batch) + penalty(logits(model, batch)),
         ),
     ],
     ids=["in-training", "class-weights", "called", "around", "property"],
 )
-def test_models_with_losses_of_their_own(tmp_path, make, data, loss):
+def test_models_with_custom_losses(tmp_path, make, data, loss):
     torch.manual_seed(0)
     watch = Watch()
-    run = trainer(tmp_path, make(), data, b=2, watch=[watch], **AT_ONCE)
+    run = trainer(tmp_path, make(), data, b=2, watch=[watch], **ONE_BATCH)
     run.train()
     assert run.clipper.outcome.engine == "stream"
     assert_clipped(run, watch, data, loss)
@@ -350,7 +349,7 @@ def test_models_with_losses_of_their_own(tmp_path, make, data, loss):
 
 @pytest.mark.parametrize("size", [1.0, 1e-2, 1e-4])
 def test_class_weights_by_the_loss_function(tmp_path, size):
-    """Weights that matter for the last examples alone."""
+    """Weights that matter for the last examples only."""
     model, data, watch = llama(), examples("llama"), Watch()
     weight = torch.ones(17)
     for example in data[:16]:
@@ -362,34 +361,30 @@ def test_class_weights_by_the_loss_function(tmp_path, size):
         return F.cross_entropy(scores, wanted, weight=weight)
 
     model.loss_function = loss_function
-    run = trainer(tmp_path, model, data, b=2, watch=[watch], **AT_ONCE)
+    run = trainer(tmp_path, model, data, b=2, watch=[watch], **ONE_BATCH)
     run.train()
     assert_clipped(
         run, watch, data, lambda m, batch: loss_function(logits(m, batch), batch["labels"], 17)
     )
 
 
-def own(model, batch):
-    return model(**batch).loss
-
-
 @pytest.mark.parametrize("later", [False, True])
 def test_a_router_loss(tmp_path, later):
-    """Of 0.1 %, from the beginning or from the second step on."""
+    """It adds 0.1 % to the loss, from the first or from the second step on."""
     model, data, watch = mixtral(output_router_logits=not later), examples("llama"), Watch()
-    run = trainer(tmp_path, model, data, b=2, watch=[watch], **AT_ONCE)
+    run = trainer(tmp_path, model, data, b=2, watch=[watch], **ONE_BATCH)
     if later:
         run.add_callback(Later(lambda: setattr(model.config, "output_router_logits", True)))
     run.train()
     assert model.config.output_router_logits
-    assert_clipped(run, watch, data, [tokens if later else own, own, own])
+    assert_clipped(run, watch, data, [tokens if later else own_loss, own_loss, own_loss])
 
 
 def test_another_model_in_a_second_training(tmp_path):
     made = [bert, lambda: Weighted(bert().config)]
     data, watch = common_first(), Watch()
     clip = {"model_init": lambda: made.pop(0)() if made else bert()}
-    run = trainer(tmp_path, None, data, b=2, watch=[watch], clip=clip, **AT_ONCE)
+    run = trainer(tmp_path, None, data, b=2, watch=[watch], clip=clip, **ONE_BATCH)
     run.train()
     watch.gradients.clear()
     made[:] = [lambda: Weighted(bert().config)]
@@ -406,7 +401,7 @@ def test_labels_that_were_shifted_before(tmp_path):
         if row > 8:
             example["shift_labels"][2] = -100
     run = trainer(
-        tmp_path, llama(), data, b=2, watch=[watch], remove_unused_columns=False, **AT_ONCE
+        tmp_path, llama(), data, b=2, watch=[watch], remove_unused_columns=False, **ONE_BATCH
     )
     run.train()
 
@@ -418,23 +413,23 @@ def test_labels_that_were_shifted_before(tmp_path):
 
 
 def test_gpt2_in_a_single_pass(tmp_path):
-    """Its class does not tell the Trainer that it shifts labels."""
+    """The Trainer cannot tell from its class that it shifts labels."""
     data, watch = examples("llama"), Watch()
-    run = trainer(tmp_path, gpt2(), data, b=2, watch=[watch], clip={"engine": "fused"}, **AT_ONCE)
+    run = trainer(tmp_path, gpt2(), data, b=2, watch=[watch], clip={"engine": "fused"}, **ONE_BATCH)
     run.train()
     assert run.clipper.outcome.engine == "fused"
     assert_clipped(run, watch, data, tokens)
 
 
-def test_fused_says_why_it_cannot_be(tmp_path):
-    run = trainer(tmp_path, Around(), examples("bert"), b=2, clip={"engine": "fused"}, **AT_ONCE)
-    with pytest.raises(NotImplementedError, match=r"but Around.forward is not transformers' own"):
+def test_fused_says_why_it_is_not_available(tmp_path):
+    run = trainer(tmp_path, Around(), examples("bert"), b=2, clip={"engine": "fused"}, **ONE_BATCH)
+    with pytest.raises(NotImplementedError, match=r"here: Around.forward is not transformers' own"):
         run.train()
 
 
 @pytest.mark.parametrize("kind", ["bert", "vit", "ctc"])
 def test_a_check_leaves_no_trace(tmp_path, kind):
-    """With dropout, and masks that are drawn with numpy."""
+    """With dropout, and masks drawn with numpy."""
     import numpy as np
 
     config = {"bert": bert, "vit": vit, "ctc": ctc}[kind]().config
@@ -443,7 +438,7 @@ def test_a_check_leaves_no_trace(tmp_path, kind):
     config.apply_spec_augment, config.mask_time_prob, config.mask_time_length = True, 0.5, 2
     model = type({"bert": bert, "vit": vit, "ctc": ctc}[kind]())(config)
     model.register_buffer("steps", torch.zeros(()))
-    run = trainer(tmp_path, model, examples(kind), b=2, **AT_ONCE)
+    run = trainer(tmp_path, model, examples(kind), b=2, **ONE_BATCH)
     batch = stacked(examples(kind), range(8))
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
@@ -460,12 +455,12 @@ def test_a_check_leaves_no_trace(tmp_path, kind):
     assert sorted(batch) == sorted(stacked(examples(kind), range(8)))
 
 
-def test_it_is_noticed_when_a_check_fails_later(tmp_path, monkeypatch):
-    """Not by any attribute: a function deep inside of transformers is another one."""
+def test_a_check_that_fails_later_warns(tmp_path, monkeypatch):
+    """No attribute shows it: a function deep inside transformers is replaced."""
     from transformers.loss import loss_utils
 
     data = examples("llama")
-    run = trainer(tmp_path, llama(), data, b=2, **AT_ONCE)
+    run = trainer(tmp_path, llama(), data, b=2, **ONE_BATCH)
     stock = loss_utils.fixed_cross_entropy
 
     def begin():
@@ -478,9 +473,9 @@ def test_it_is_noticed_when_a_check_fails_later(tmp_path, monkeypatch):
     assert run.clipper.outcome.engine == "stream"
 
 
-def test_it_is_asked_again_but_seldom(tmp_path):
+def test_checks_become_rare(tmp_path):
     """Forward passes of each batch: the 1st, 2nd, 4th and 8th are checked, the others are not."""
-    hidden, at = Hidden(), []  # a list would be put back
+    hidden, at = Hidden(), []  # a plain list would be restored after each check
 
     class Counting(Ordered):
         def _prepare_inputs(self, inputs):
@@ -490,11 +485,11 @@ def test_it_is_asked_again_but_seldom(tmp_path):
     run = trainer(
         *(tmp_path, bert(), examples("bert")[:16]), kind=Counting, b=2, num_train_epochs=5,
         clip={"engine": "fused"},  # auto times engines, so its passes differ from run to run
-        **AT_ONCE,
+        **ONE_BATCH,
     )  # fmt: skip
     run.model.bert.register_forward_hook(lambda *args: hidden.calls.append(1))
     run.train()
     each = [after - before for before, after in pairwise(at)]
     checked, others = [each[k] for k in (0, 1, 3, 7)], [each[k] for k in (2, 4, 5, 6)]
     assert len(set(others)) == 1
-    assert min(checked) >= others[0] + 2  # the Trainer's loss, and the mean of the examples'
+    assert min(checked) >= others[0] + 2  # the Trainer's loss, and ours

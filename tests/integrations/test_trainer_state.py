@@ -1,4 +1,4 @@
-"""Trainers that are interrupted, resumed, subclassed in the wrong way, or fed without padding."""
+"""Trainers that are interrupted, resumed, subclassed wrongly, or fed batches without padding."""
 
 from types import SimpleNamespace
 
@@ -10,17 +10,17 @@ from transformers.data.data_collator import default_data_collator
 from transformers.training_args import OptimizerNames
 
 from microclip import rules
-from microclip.integrations.refusals import refuse_early_use
+from microclip.integrations.refusals import refuse_unsupported
 from microclip.integrations.transformers import ClippedTrainer, ClippedTrainerMixin
 
 import properties
-import reference
 from trainers import (
     InOrder,
     InOrderPlain,
     Ordered,
     Watch,
     bert,
+    clipped,
     examples,
     llama,
     trainer,
@@ -32,7 +32,7 @@ SIZES = [(4, 2, 2), (4, 2, None), (4, 2, 8), (2, 4, 6)]
 
 
 class Failing(Ordered):
-    """Fails at one of its losses."""
+    """Raises when it computes its n-th loss."""
 
     at, error = -1, KeyboardInterrupt()
 
@@ -44,7 +44,7 @@ class Failing(Ordered):
 
 
 class StopAt(TrainerCallback):
-    """Stops in the middle of a step."""
+    """Stops training in the middle of a step."""
 
     def __init__(self, what="should_training_stop"):
         self.what, self.armed = what, True
@@ -55,24 +55,25 @@ class StopAt(TrainerCallback):
             setattr(control, self.what, True)
 
 
-def assert_steps(watch, model, data, sub_step, steps, b):
-    taken = windows(sub_step, steps)
+def assert_steps(watch, model, data, size, steps, b):
+    taken = windows(size, steps)
     assert len(watch.gradients) == len(taken)
     for found, parts in zip(watch.gradients, taken, strict=True):
         properties.assert_close(found, wanted(model, data, parts, b), 1e-5)
 
 
-@pytest.mark.parametrize(("sub_step", "steps", "b"), SIZES)
+@pytest.mark.sample(4)
+@pytest.mark.parametrize(("size", "steps", "b"), SIZES)
 @pytest.mark.parametrize("how", ["error", "stop"])
-def test_an_interrupted_step_is_not_continued(tmp_path, sub_step, steps, b, how):
+def test_an_interrupted_step_is_not_continued(tmp_path, size, steps, b, how):
     model, data, watch = bert(), examples("bert"), Watch()
     run = trainer(
         tmp_path, model, data, kind=Failing, b=b, watch=[watch],
-        per_device_train_batch_size=sub_step, gradient_accumulation_steps=steps,
+        per_device_train_batch_size=size, gradient_accumulation_steps=steps,
     )  # fmt: skip
     if how == "error":
         per_step = {2: 4, None: 2, 8: 2, 6: 4}[b]
-        run.at = per_step + (7 if b in (6, 8) else 2)  # some were for measuring
+        run.at = per_step + (7 if b in (6, 8) else 2)  # some losses are computed for measuring
         with pytest.raises(KeyboardInterrupt):
             run.train()
     else:
@@ -80,11 +81,11 @@ def test_an_interrupted_step_is_not_continued(tmp_path, sub_step, steps, b, how)
         run.train()
     watch.gradients.clear()
     run.train()
-    assert_steps(watch, model, data, sub_step, steps, b)
+    assert_steps(watch, model, data, size, steps, b)
 
 
 def test_a_checkpoint_in_the_middle_of_a_step(tmp_path):
-    """An epoch that is cut short is saved; what was folded goes into the next step, as always."""
+    """An epoch cut short is saved; what was folded enters the next step, as without clipping."""
     run = trainer(
         tmp_path, bert(), examples("bert"), b=2, num_train_epochs=2, save_strategy="epoch"
     )
@@ -96,7 +97,7 @@ def test_a_checkpoint_in_the_middle_of_a_step(tmp_path):
 
 
 class Counting(rules.MinNorm):
-    """Counts the steps it has seen, and holds on to that in checkpoints."""
+    """Counts the steps it has seen, and saves the count in checkpoints."""
 
     def __init__(self):
         object.__setattr__(self, "seen", 0)
@@ -131,7 +132,7 @@ def test_resuming_from_a_trainer_that_did_not_clip(tmp_path):
     assert (run.clipper.step, rule.seen) == (1, 1)
 
 
-def test_another_model_begins_anew(tmp_path):
+def test_another_model_starts_afresh(tmp_path):
     rule = Counting()
     run = trainer(tmp_path, None, examples("bert"), b=2, clip={"rule": rule, "model_init": bert})
     run.train()
@@ -143,7 +144,7 @@ def test_another_model_begins_anew(tmp_path):
 
 @pytest.mark.parametrize("b", [2, 12])
 def test_smaller_batches_after_running_out_of_memory(tmp_path, b):
-    """Which happens in the middle of a step; its first half is not used."""
+    """Memory runs out in the middle of a step; its first half is dropped."""
     data, watch = examples("bert"), Watch()
     run = trainer(
         tmp_path, bert(), data, kind=Failing, b=b, watch=[watch], auto_find_batch_size=True,
@@ -169,11 +170,12 @@ def texts():
 
 
 def packed_loss(model, data, rows):
-    """The mean over all tokens that are predicted, text by text."""
+    """Return the mean over all predicted tokens, text by text."""
     scores = [model(input_ids=data[row]["input_ids"][None]).logits[0, :-1] for row in rows]
     return F.cross_entropy(torch.cat(scores), torch.cat([data[row]["labels"][1:] for row in rows]))
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("flash", [False, True])
 @pytest.mark.parametrize(("steps", "b"), [(1, None), (2, None), (2, 4), (1, 4)])
 def test_batches_without_padding_count_by_their_examples(tmp_path, steps, b, flash):
@@ -183,11 +185,8 @@ def test_batches_without_padding_count_by_their_examples(tmp_path, steps, b, fla
                   gradient_accumulation_steps=steps)  # fmt: skip
     run.train()
     for found, parts in zip(watch.gradients, windows(4, steps), strict=True):
-        gradients = reference.microbatch_gradients(
-            lambda rows: packed_loss(model, data, rows), list(model.parameters()), parts
-        )
         sizes = [len(part) for part in parts]
-        twin = reference.clipped_gradient(gradients, sizes, reference.WEIGH["MinNorm()"])[0]
+        twin = clipped(model, lambda model, rows: packed_loss(model, data, rows), parts, sizes)
         properties.assert_close(found, twin, 1e-5)
     assert run.clipper.outcome.sizes.tolist()[-1] == 2
 
@@ -209,25 +208,25 @@ def test_batches_without_padding_have_no_domains(tmp_path):
         run.train()
 
 
-def twice(features):
+def repeat(features):
     return default_data_collator([*features, *features])
 
 
-def in_a_row(features):
-    """Without saying where a text ends."""
+def concatenate(features):
+    """Concatenates texts without marking where they end."""
     tokens = torch.cat([torch.as_tensor(feature["input_ids"]) for feature in features])[None]
     return {"input_ids": tokens, "labels": tokens}
 
 
 def test_rows_that_are_several_texts_cannot_be_cut(tmp_path):
     model = llama()
-    run = trainer(tmp_path, model, examples("llama"), b=2, clip={"data_collator": in_a_row})
+    run = trainer(tmp_path, model, examples("llama"), b=2, clip={"data_collator": concatenate})
     with pytest.raises(NotImplementedError, match="whose rows are not examples"):
         run.train()
 
 
 def test_rows_that_are_more_than_examples_cannot_be_cut(tmp_path):
-    run = trainer(tmp_path, bert(), examples("bert"), b=2, clip={"data_collator": twice})
+    run = trainer(tmp_path, bert(), examples("bert"), b=2, clip={"data_collator": repeat})
     with pytest.raises(NotImplementedError, match="8 rows out of 4 examples"):
         run.train()
 
@@ -292,7 +291,7 @@ def test_a_training_step_around_ours_is_called(tmp_path):
     assert_steps(watch, model, data, 4, 2, 2)
 
 
-def plainly(self, model, inputs, num_items_in_batch=None):
+def unclipped(self, model, inputs, num_items_in_batch=None):
     loss = self.compute_loss(model, self._prepare_inputs(inputs))
     loss.backward()
     return loss.detach()
@@ -300,12 +299,12 @@ def plainly(self, model, inputs, num_items_in_batch=None):
 
 @pytest.mark.parametrize("where", ["class", "instance"])
 def test_a_training_step_that_does_not_clip(tmp_path, where):
-    kind = type("Plainly", (Ordered,), {"training_step": plainly} if where == "class" else {})
+    kind = type("Unclipped", (Ordered,), {"training_step": unclipped} if where == "class" else {})
     run = trainer(tmp_path, bert(), examples("bert"), kind=kind, b=2, learning_rate=0.1)
     if where == "instance":
-        run.training_step = lambda *args: plainly(run, *args)
+        run.training_step = lambda *args: unclipped(run, *args)
     before = [parameter.detach().clone() for parameter in run.model.parameters()]
-    with pytest.raises(RuntimeError, match="training_step does not call that of ClippedTrainerM"):
+    with pytest.raises(RuntimeError, match="training_step does not call the one of Clipped"):
         run.train()
     assert all(map(torch.equal, before, run.model.parameters()))
 
@@ -315,21 +314,21 @@ def test_context_parallelism_is_refused(tmp_path):
     run.accelerator.state.parallelism_config = SimpleNamespace(cp_enabled=True)
     try:
         with pytest.raises(NotImplementedError, match="every rank has a part of each text"):
-            refuse_early_use(run)
+            refuse_unsupported(run)
     finally:
         run.accelerator.state.parallelism_config = None
 
 
 @pytest.mark.parametrize("name", ["lomo", "adalomo", "galore_adamw_layerwise"])
-def test_optimizers_that_do_not_wait_are_refused(tmp_path, name):
+def test_optimizers_that_step_during_backward_are_refused(tmp_path, name):
     run = trainer(tmp_path, bert(), examples("bert"), b=2)
     run.args.optim = OptimizerNames(name)
     with pytest.raises(NotImplementedError, match=f"optim='{name}' updates weights during"):
-        refuse_early_use(run)
+        refuse_unsupported(run)
 
 
 @pytest.mark.parametrize("clip", [{"engine": "two_pass"}, {"rule": rules.Median()}])
-def test_what_cannot_grow_leaves_nothing_behind(tmp_path, clip):
+def test_a_refused_wide_microbatch_leaves_nothing_behind(tmp_path, clip):
     run = trainer(tmp_path, bert(), examples("bert"), b=8, clip=clip)
     with pytest.raises(RuntimeError, match="or a rule that streams"):
         run.train()
@@ -338,7 +337,7 @@ def test_what_cannot_grow_leaves_nothing_behind(tmp_path, clip):
 
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("b", [2, 8])
-def test_with_checkpointed_activations(tmp_path, reentrant, b):
+def test_activation_checkpointing(tmp_path, reentrant, b):
     model, data, watch = llama(), examples("llama"), Watch()
     run = trainer(
         tmp_path, model, data, b=b, watch=[watch], gradient_checkpointing=True,

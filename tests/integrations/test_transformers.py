@@ -1,4 +1,4 @@
-"""The Trainer of transformers, the real one: its gradients are those of the slow twin."""
+"""transformers' real Trainer: its gradients equal those of the slow reference."""
 
 import json
 import pickle
@@ -31,19 +31,20 @@ from trainers import (
 )
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize(
-    ("sub_step", "steps", "b"),
+    ("size", "steps", "b"),
     [(8, 1, 2), (8, 1, None), (4, 2, None), (4, 2, 2), (4, 2, 3), (4, 2, 8), (2, 4, 4), (2, 4, 6)],
 )
-def test_gradients_equal_the_twin(tmp_path, kind, sub_step, steps, b):
+def test_gradients_equal_the_reference(tmp_path, kind, size, steps, b):
     model, data, watch = MODELS[kind](), examples(kind), Watch()
     run = trainer(
         tmp_path, model, data, kind=OrderedSeq2Seq if kind == "t5" else Ordered, b=b, watch=[watch],
-        per_device_train_batch_size=sub_step, gradient_accumulation_steps=steps,
+        per_device_train_batch_size=size, gradient_accumulation_steps=steps,
     )  # fmt: skip
     run.train()
-    steps_taken = windows(sub_step, steps)
+    steps_taken = windows(size, steps)
     assert len(watch.gradients) == len(steps_taken) == 3
     for found, parts in zip(watch.gradients, steps_taken, strict=True):
         properties.assert_close(found, wanted(model, data, parts, b), 1e-5)
@@ -51,11 +52,11 @@ def test_gradients_equal_the_twin(tmp_path, kind, sub_step, steps, b):
 
 @pytest.mark.parametrize("most", [None, 0.01])
 def test_max_grad_norm_acts_on_the_clipped_gradient(tmp_path, most):
-    """With callbacks alone, it would have met the last micro-batch. None: the default."""
+    """And not on the last micro-batch alone, as with callbacks. None: the default."""
     model, data, watch = bert(), examples("bert"), Watch()
     if most is None:
         most = TrainingArguments(str(tmp_path)).max_grad_norm
-        with torch.no_grad():  # a head that makes gradients longer than that
+        with torch.no_grad():  # a head whose gradients exceed that
             model.classifier.weight.mul_(1000)
     run = trainer(tmp_path, model, data, b=2, watch=[watch], max_grad_norm=most)
     run.train()
@@ -67,7 +68,7 @@ def test_max_grad_norm_acts_on_the_clipped_gradient(tmp_path, most):
 
 
 def test_one_microbatch_is_plain_training(tmp_path):
-    """b = B: the same weights as the Trainer's own, bit for bit."""
+    """b = B gives the same weights as the stock Trainer, bit for bit."""
     weights = []
     for kind in (InOrderPlain, Ordered):
         model = bert()
@@ -95,7 +96,7 @@ def test_resuming_gives_the_same_weights(tmp_path):
         assert torch.equal(one, other)
 
 
-def test_figures_are_logged(tmp_path):
+def test_metrics_are_logged(tmp_path):
     run = trainer(
         tmp_path, bert(), examples("bert"), b=2, logging_strategy="steps", logging_steps=1
     )
@@ -134,8 +135,8 @@ def test_domains_need_small_microbatches(tmp_path):
         run.train()
 
 
-def test_a_short_last_batch_is_a_batch(tmp_path):
-    """b is as large as a batch, and larger than the last one of the epoch."""
+def test_a_short_last_batch_is_still_one_batch(tmp_path):
+    """b is the size of a batch, and larger than the last batch of the epoch."""
     data = [{**e, "place": i % 2} for i, e in enumerate(examples("bert"))]
     run = trainer(tmp_path, bert(), data, b=4, clip={"domain_column": "place"})
     run.train()
@@ -164,8 +165,8 @@ def test_the_mixin_keeps_what_a_trainer_does(tmp_path):
     properties.assert_close(watch.gradients[0], [None if g is None else 2 * g for g in twin], 1e-5)
 
 
-def test_trackers_get_the_figures(tmp_path, monkeypatch):
-    """What TensorBoard is sent, read back from its files."""
+def test_trackers_get_the_metrics(tmp_path, monkeypatch):
+    """Read back from the files that TensorBoard writes."""
     monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "board"))
     options = {"logging_strategy": "steps", "logging_steps": 1, "report_to": "tensorboard"}
     trainer(tmp_path, bert(), examples("bert"), b=2, **options).train()
@@ -176,8 +177,8 @@ def test_trackers_get_the_figures(tmp_path, monkeypatch):
         assert [event.step for event in board.Scalars(tag)] == [1, 2, 3]
 
 
-def test_the_arguments_stay_the_trainers(tmp_path):
-    """What is new is not in them, so whatever reads or stores them goes on working."""
+def test_training_arguments_are_unchanged(tmp_path):
+    """Our options are not in them, so whatever reads or stores them keeps working."""
     run = trainer(tmp_path, bert(), examples("bert"), b=2)
     assert json.loads(run.args.to_json_string())["per_device_train_batch_size"] == 4
     assert pickle.loads(pickle.dumps(run.args)).to_dict() == run.args.to_dict()

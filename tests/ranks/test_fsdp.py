@@ -76,7 +76,7 @@ def test_faults(mistakes):
         assert "is for models sharded" in heard["plain"]
         assert "several dimensions" in heard["hsdp"]
         assert "'1.weight' is not sharded" in heard["half"]
-        assert "set_gradient_divide_factor() changes" in heard["divided"]
+        assert "set_gradient_divide_factor() scales" in heard["divided"]
         assert "tensor parallelism is not supported" in heard["parallel"]
 
 
@@ -147,4 +147,7 @@ def test_ranks_that_differ(mistakes):
             assert "rule (rank 0: MinNorm(), rank 1: Unit())" in heard[f"rule {scope}"]
             assert "rank 1: frozen or missing" in heard[f"frozen {scope}"]
             assert "they have [3, 0]" in heard[f"nothing {scope}"]
-            assert "all ranks must have as many micro-batches" in heard[f"fewer folds {scope}"]
+            assert (
+                "all ranks must have the same number of micro-batches"
+                in heard[f"fewer folds {scope}"]
+            )

@@ -1,4 +1,4 @@
-"""transformers, Accelerate and Lightning on two real ranks: as one process with all examples."""
+"""transformers, Accelerate and Lightning on two real ranks equal one process with all examples."""
 
 import re
 
@@ -12,7 +12,7 @@ import stack_cells as cells
 WORLD = 2
 TOLERANCE = {"no": 1e-5, "bf16": 0.05, "32-true": 1e-5, "bf16-mixed": 0.05}
 
-ACCELERATE = [  # what the model sees at once, times per step, b, precision, scope if sharded
+ACCELERATE = [  # batch size, batches per step, b, precision, scope if sharded
     *[(4, 1, 2, "no", ""), (2, 2, None, "no", ""), (3, 2, 2, "no", ""), (4, 1, 2, "bf16", "")],
     *[(4, 1, 2, "no", scope) for scope in ("rank", "world")],
     *[(2, 2, 2, "no", scope) for scope in ("rank", "world")],
@@ -20,13 +20,13 @@ ACCELERATE = [  # what the model sees at once, times per step, b, precision, sco
 ]
 REFUSED = {
     (4, 1, 2, "no", "unprepared"): "2 processes, but Sequential is neither wrapped in Distributed",
-    (4, 1, 2, "no", "unwrapped"): "Give AcceleratedClipper what accelerator.prepare.model. returns",
-    (4, 1, 2, "no", "join"): "Inside accelerator.join_uneven_inputs .* even_batches=True",
+    (4, 1, 2, "no", "unwrapped"): "Pass AcceleratedClipper what accelerator.prepare.model. returns",
+    (4, 1, 2, "no", "join"): "Inside accelerator.join_uneven_inputs, .* even_batches=True",
 }
-TRANSFORMERS = [  # what the model sees at once, times per step, b, whether bf16
+TRANSFORMERS = [  # batch size, batches per step, b, whether bf16
     *[(4, 1, 2, False), (2, 2, None, False), (2, 2, 4, False), (2, 2, 3, False), (4, 1, 2, True)],
 ]
-LIGHTNING = [  # batches per step, precision, what a batch holds, b, a row to skip
+LIGHTNING = [  # batches per step, precision, batch size, b, a row to skip
     *[(1, "32-true", 2, None, -1), (2, "32-true", 2, None, -1), (2, "bf16-mixed", 2, None, -1)],
     *[(1, "32-true", 4, 2, -1), (2, "32-true", 4, 3, -1), (1, "bf16-mixed", 4, 2, -1)],
     *[(1, "32-true", 4, 2, 0), (2, "32-true", 4, 1, 21)],
@@ -35,7 +35,7 @@ LIGHTNING = [  # batches per step, precision, what a batch holds, b, a row to sk
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    """Return what the ranks found, by case; each stack's ranks are started once."""
+    """Return what the ranks found in a case; ranks are started once per integration."""
     found = {}
 
     def of(train, case, cases, *more):
@@ -49,8 +49,8 @@ def results(tmp_path_factory):
     return of
 
 
-def assert_steps_equal_the_twin(found, steps, wanted, tolerance):
-    """`found`: per rank, what came of every step; `wanted`: from rows to a gradient."""
+def assert_steps_equal_the_reference(found, steps, wanted, tolerance):
+    """`found`: per rank, the rows and gradient of each step; `wanted`: a gradient from rows."""
     assert [len(steps_of_rank) for steps_of_rank in found] == [steps] * WORLD
     for step in zip(*found, strict=True):
         first, *others = [gradients for _, gradients in step]
@@ -64,11 +64,11 @@ def wanted_of(model, b):
         x, y = cells.features()
         return x[rows], y[rows]
 
-    return lambda rows: cells.twin(model, lambda x: cells.loss(model, x), batch_of, rows, b)
+    return lambda rows: cells.expected(model, lambda x: cells.loss(model, x), batch_of, rows, b)
 
 
 def over_ranks(rows, b):
-    """Return micro-batches that consist of the same slice of every rank's batch."""
+    """Return micro-batches made of the same slice of every rank's batch."""
     return [
         [row for part in parts for row in part[start : start + b]]
         for parts in zip(*rows, strict=True)
@@ -78,7 +78,7 @@ def over_ranks(rows, b):
 
 @pytest.mark.parametrize("case", ACCELERATE, ids=str)
 def test_accelerate(results, case):
-    """Within a window Accelerate tells FSDP not to reduce; the clipper needs it to."""
+    """Within a window Accelerate turns FSDP's reduction off; the clipper turns it on again."""
     size, times, b, precision, scope = case
     found = results(cells.accelerate, case, [*ACCELERATE, *REFUSED])
     wanted = wanted_of(cells.network(), b)
@@ -86,11 +86,11 @@ def test_accelerate(results, case):
         whole = wanted_of(cells.network(), None)
         wanted = lambda rows: whole([over_ranks(rows, b)])  # noqa: E731
     steps = -(-cells.COUNT // (WORLD * size * times))
-    assert_steps_equal_the_twin(found, steps, wanted, TOLERANCE[precision])
+    assert_steps_equal_the_reference(found, steps, wanted, TOLERANCE[precision])
 
 
 @pytest.mark.parametrize("case", REFUSED, ids=str)
-def test_accelerate_refuses_what_would_leave_ranks_apart(results, case):
+def test_accelerate_refuses_loops_whose_ranks_would_diverge_or_hang(results, case):
     for [(_, [message])] in results(cells.accelerate, case, [*ACCELERATE, *REFUSED]):
         assert re.search(REFUSED[case], message)
 
@@ -101,7 +101,7 @@ def test_lightning(results, case):
     found = results(cells.lightning, case, LIGHTNING, "folder")
     steps = -(-cells.COUNT // (WORLD * size * times))
     wanted = wanted_of(cells.network(), None)
-    assert_steps_equal_the_twin(found, steps, wanted, TOLERANCE[precision])
+    assert_steps_equal_the_reference(found, steps, wanted, TOLERANCE[precision])
 
 
 @pytest.mark.parametrize("case", TRANSFORMERS, ids=str)
@@ -114,8 +114,8 @@ def test_transformers(results, case):
         return {key: torch.stack([data[i][key] for i in rows]) for key in ("input_ids", "labels")}
 
     def wanted(rows):
-        grow = b is not None and b > size
-        return cells.twin(model, lambda x: model(**x).loss, sentences, rows, b, grow)
+        wide = b is not None and b > size
+        return cells.expected(model, lambda x: model(**x).loss, sentences, rows, b, wide)
 
     steps = -(-cells.COUNT // (WORLD * size * times))
-    assert_steps_equal_the_twin(found, steps, wanted, 0.05 if bf16 else 1e-5)
+    assert_steps_equal_the_reference(found, steps, wanted, 0.05 if bf16 else 1e-5)

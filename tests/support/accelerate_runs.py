@@ -1,4 +1,4 @@
-"""A small model that Accelerate drives, its data and its twin, for the tests of Accelerate."""
+"""A small model and its data in Accelerate, with expected gradients, for Accelerate's tests."""
 
 import torch
 from accelerate import Accelerator
@@ -16,13 +16,13 @@ COUNT = 22
 
 
 def fresh_state():
-    """As in a new process."""
+    """Reset Accelerate's global state, as in a new process."""
     AcceleratorState._reset_state(True)
     GradientState._reset_state()
 
 
 def start(steps=1, size=8, precision="no", b=2, **options):
-    """Return all that a loop needs, prepared."""
+    """Return everything a loop needs, prepared."""
     torch.manual_seed(0)
     accelerator = Accelerator(
         cpu=True, gradient_accumulation_steps=steps, mixed_precision=precision
@@ -41,7 +41,17 @@ def losses(model):
     return lambda batch: F.cross_entropy(model(batch[0]), batch[1])
 
 
-def twin(model, data, parts, b):
+def rows_of(size, count=COUNT):
+    """Return the rows of each batch."""
+    return [list(range(i, min(i + size, count))) for i in range(0, count, size)]
+
+
+def gradients_of(model):
+    return [p.grad.clone() for p in model.parameters()]
+
+
+def expected(model, data, parts, b):
+    """Return the clipped gradient of a window, given the rows of its batches, by the reference."""
     pieces = [p for rows in parts for p in cut((data[0][rows], data[1][rows]), b)]
     gradients = reference.microbatch_gradients(
         losses(model), list(model.parameters()), [p.batch for p in pieces]

@@ -1,7 +1,7 @@
 """Every architecture in transformers that a tiny configuration can build, and a sweep over them.
 
-The list is found by looking, not written by hand. `python tests/architectures.py` builds each,
-finds out by plain autograd whether its examples mix, and holds the engines against Algorithm 1.
+The list is discovered, not written by hand. `python tests/support/architectures.py` builds each,
+checks by plain autograd whether its examples mix, and compares the engines with Algorithm 1.
 """
 
 import argparse

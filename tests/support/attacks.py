@@ -1,6 +1,6 @@
-"""Ways in which a stranger's model can mislead the single pass, grouped by cause.
+"""Ways in which a user's model can mislead the single pass, grouped by cause.
 
-An attack is a tiny model and a few batches, one after the other. The first batch is innocent where
+An attack is a tiny model and a few batches, one after the other. The first batch is harmless where
 what is meant to go wrong can start later: all lengths are full, every row goes to the first
 expert, a branch is not taken. An engine may be exact or refuse; it may not be wrong, nor crash.
 
@@ -8,8 +8,8 @@ Each function below is the forward pass of a model `m`, whose parts are made by 
 the decorator: two linear layers, `m.one` and `m.two`, where none are named. It gets the data `x`
 of some examples and their lengths `n`; the `whole` ones also get `y`, and return the losses.
 
-    python tests/attacks.py                        all of them, fused and auto, b = 1
-    python tests/attacks.py --sizes 1 3 B --dtypes float64 float32 --only routing
+    python tests/support/attacks.py                        all of them, fused and auto, b = 1
+    python tests/support/attacks.py --sizes 1 3 B --dtypes float64 float32 --only routing
 
 """
 

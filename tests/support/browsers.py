@@ -1,4 +1,4 @@
-"""The system's Chromium, driven by playwright: what tests of pages look with."""
+"""The system's Chromium, driven by playwright, for tests of HTML pages."""
 
 import shutil
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ needs_a_browser = pytest.mark.skipif(
 
 @contextmanager
 def chromium() -> Iterator[Browser]:
-    """Start it, and end it with the block."""
+    """Start a browser, and close it at the end of the block."""
     with sync_playwright() as playwright:
         found = playwright.chromium.launch(
             executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"]

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel as Ddp
 
 from microclip import Clipper, multitensor
 from microclip.distributed import RankClip
-from microclip.engines.tally import NonfiniteGradientError
+from microclip.engines.step_record import NonfiniteGradientError
 
 import processes
 import properties

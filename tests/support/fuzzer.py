@@ -1,4 +1,4 @@
-"""Random networks out of layers and of whatever moves rows about, to try the single pass with.
+"""Random networks of layers and of operations that move rows, to test the single pass with.
 
 A program is made from one number: layers that work on features (linear layers, norms, scales,
 look-ups), layers that work along an example (attention, convolution, positions), and detours,
@@ -6,9 +6,9 @@ inside of which the rows lie differently: sorted, permuted, flattened, unpadded,
 routed to experts. After a detour they are put back. A program runs on any number of examples, and
 an example's loss does not depend on the others, unless the program `mixes`, as few do.
 
-    python tests/fuzzer.py --first 0 --count 1000 --engines fused auto --sizes 1 3 B
-    python tests/fuzzer.py --first 0 --count 200 --drift        six different batches, auto
-    python tests/fuzzer.py --show 17                            what program 17 is made of
+    python tests/support/fuzzer.py --first 0 --count 1000 --engines fused auto --sizes 1 3 B
+    python tests/support/fuzzer.py --first 0 --count 200 --drift        six different batches, auto
+    python tests/support/fuzzer.py --show 17                            what program 17 is made of
 
 What a module gets is a `Flow`: features (..., D), and beside them a `key` (..., 3) that goes
 through the same detours: a number that orders and routes are drawn from, whether the position is

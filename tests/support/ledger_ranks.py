@@ -1,4 +1,4 @@
-"""What ranks do when they keep a ledger together; a module of its own, for they import it."""
+"""What each rank does when several write one ledger; in a module, so that ranks can import it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import processes
 
 
 def train(rank: int, folder: Path, start: int, steps: int) -> list[list[float]]:
-    """Record some steps, the ranks having different numbers of examples; return the norms."""
+    """Record some steps, with a different number of examples per rank; return the norms."""
     model = DistributedDataParallel(processes.Net(torch.float64))
     ledger = Ledger(folder, flush_every=3)
     clipper = Clipper(model, 2, engine="stream", ledger=ledger)

@@ -1,4 +1,4 @@
-"""Steps whose numbers can be checked by eye, and what a ledger has of them."""
+"""Steps with easily checked numbers, and reading them back from a ledger."""
 
 import torch
 
@@ -7,7 +7,7 @@ from microclip.ledger import open_ledger, parts
 
 
 def outcome(step, norms=(3.0, 4.0), ids=((0, 1), (2, 3)), domains=None, losses=True, each=True):
-    """Return a step whose numbers can be checked by eye: the bound is the smallest norm."""
+    """Return a step with easily checked numbers: the bound is the smallest norm."""
     norms = torch.tensor(norms)
     sizes = torch.tensor([len(group) for group in ids])
     return Outcome(

@@ -12,7 +12,7 @@ from microclip.ledger import Ledger
 
 @dataclass(frozen=True)
 class Row:
-    """A micro-batch, and what is known of it."""
+    """A micro-batch: its examples and what was measured."""
 
     ids: Sequence[Any]
     norm: float
@@ -29,11 +29,11 @@ def outcome(step: int, rows: Sequence[Row]) -> Outcome:
     norms = column([row.norm for row in rows])
     each = [loss for row in rows for loss in row.losses or ()]
     means = [sum(r.losses) / len(r.losses) if r.losses else r.loss for r in rows]
-    told = all(mean is not None for mean in means)
+    known = all(mean is not None for mean in means)
     return Outcome(
         step=step,
-        loss=column(means).mean() if told else None,
-        losses=column(means) if told else None,
+        loss=column(means).mean() if known else None,
+        losses=column(means) if known else None,
         example_losses=column(each) if each else None,
         norms=norms,
         weights=column([row.weight for row in rows]),

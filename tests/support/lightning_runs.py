@@ -1,6 +1,7 @@
-"""A small LightningModule, its data and its Trainer, for the tests of Lightning."""
+"""A small LightningModule, its data, Trainer and expected gradients, for Lightning's tests."""
 
 import lightning.pytorch as pl
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -12,17 +13,23 @@ import properties
 import reference
 
 COUNT = 22
+LIGHTNING_WARNINGS = [  # Lightning's advice about loaders and loggers, which these tests ignore
+    pytest.mark.filterwarnings("ignore:.*(does not have many workers|smaller than the logging)"),
+    pytest.mark.filterwarnings("ignore:.*have no logger configured"),
+    pytest.mark.filterwarnings("ignore:.*GPU available but not used"),
+    pytest.mark.filterwarnings("ignore:.*`training_step` returned `None`"),
+]
 
 
 class Watched(torch.optim.SGD):
-    """Keeps the gradients that it is given, after all that Lightning does to them."""
+    """Keeps the gradients it is called with, after everything Lightning does to them."""
 
     def __init__(self, model, lr):
         super().__init__(model.parameters(), lr=lr)
         self.model = model
 
     def step(self, closure=None):
-        loss = None if closure is None else closure()  # with scaled losses it has been called
+        loss = None if closure is None else closure()  # with scaled losses Lightning has called it
         found = [p.grad for p in self.model.parameters()]
         self.model.seen.append([None if grad is None else grad.clone() for grad in found])
         super().step()
@@ -60,12 +67,12 @@ def trainer(folder, callbacks, **options):
 
 
 def loader(size, *more):
-    """Return batches of this size, in the order of the data; `more` goes into them as well."""
+    """Return batches of this size, in the order of the data, with the tensors in `more` added."""
     return DataLoader(TensorDataset(*data(), *more), batch_size=size)
 
 
 def clipped(model, pieces, rule="MinNorm()"):
-    """Return what the rule makes of micro-batches given as lists of rows, by the slow twin."""
+    """Return the clipped gradient of micro-batches, given as lists of rows, by the reference."""
     x, y = data()
     gradients = reference.microbatch_gradients(
         lambda batch: F.cross_entropy(model.net(batch[0]), batch[1]),
@@ -77,12 +84,12 @@ def clipped(model, pieces, rule="MinNorm()"):
 
 
 def rows_of(start, stop, b):
-    """Return rows start..stop in pieces of b."""
+    """Return the rows from start to stop in pieces of b."""
     return [list(range(i, min(i + b, stop))) for i in range(start, stop, b)]
 
 
 def fit(folder, model, size=8, callbacks=(), batches=None, accumulate=1, clip=None, **options):
-    """Train, and return the callback."""
+    """Train with MicrobatchClip(microbatch_size=2, **clip) and return the callback."""
     given = {"microbatch_size": 2, **(clip or {})}
     callback = MicrobatchClip(**{name: each for name, each in given.items() if each is not None})
     run = trainer(folder, [callback, *callbacks], accumulate_grad_batches=accumulate, **options)
@@ -93,13 +100,14 @@ def fit(folder, model, size=8, callbacks=(), batches=None, accumulate=1, clip=No
 
 
 def assert_steps(model, windows, tolerance=1e-5):
-    """`windows`: for each optimizer step, the rows of its micro-batches."""
+    """Check every optimizer step; `windows` has the rows of its micro-batches."""
     assert len(model.seen) == len(windows)
     for found, pieces in zip(model.seen, windows, strict=True):
         properties.assert_close(found, clipped(model, pieces), tolerance)
 
 
 def windows_of(size, accumulate, b, count=COUNT):
+    """Return, for each optimizer step, the rows of its micro-batches."""
     batches = [rows_of(start, min(start + size, count), b) for start in range(0, count, size)]
     joined = [batches[i : i + accumulate] for i in range(0, len(batches), accumulate)]
     return [[piece for batch in window for piece in batch] for window in joined]

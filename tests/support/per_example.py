@@ -1,4 +1,4 @@
-"""Per-example gradients by plain autograd, one pass each: what the probe is tested against."""
+"""Per-example gradients by plain autograd, one pass each: the reference for the probe."""
 
 import torch
 
@@ -9,7 +9,7 @@ def losses(case):
     return case.each_loss_fn or case.loss_fn
 
 
-def written_out(case):
+def materialized(case):
     """One gradient per example, by plain autograd, as rows of float64."""
     rows = []
     for part in cut(case.batch, 1):

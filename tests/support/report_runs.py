@@ -1,4 +1,4 @@
-"""Run folders made by hand: a sweep over b and seeds, a ledger with examples of every kind."""
+"""Run folders for tests: a sweep over b and seeds, and a ledger with examples of every kind."""
 
 import io
 import math
@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 
 from microclip.report import RunFolder
-from microclip.report.assemble import assemble, investigate
 from microclip.report.blocks import Page, Paragraph
+from microclip.report.write import assemble, read_findings
 
 from ledgers import Row, write
 
@@ -31,7 +31,7 @@ def tone() -> bytes:
 
 
 def ledger(path: Path, name=str, domain=lambda i: None, steps: int = STEPS) -> Path:
-    """Write a ledger in which the wrong ones of 24 examples, named by `name`, have high losses."""
+    """Write a ledger of 24 examples, named by `name`, with high losses for wrong labels."""
     rows = []
     for step in range(steps):
         order = np.random.default_rng(step).permutation(EXAMPLES)
@@ -56,7 +56,7 @@ def ledger(path: Path, name=str, domain=lambda i: None, steps: int = STEPS) -> P
 
 
 def sweep(path: Path, sizes=(None, 2, 4), seeds=(0, 1, 2)) -> list[Path]:
-    """Write a run for each size and seed: b = 4 is 0.02 better than plain, give or take little."""
+    """Write a run for each size and seed: b = 4 is about 0.02 better than plain."""
     folders = []
     for seed in seeds:
         for b in sizes:
@@ -97,7 +97,7 @@ def blocks(page: Page, kind: type) -> list:
 
 
 def page_of(*paths: Path, gallery: int = 60) -> Page:
-    return assemble(investigate(list(paths), gallery), "A title")
+    return assemble(read_findings(list(paths), gallery), "A title")
 
 
 def said(page: Page) -> str:

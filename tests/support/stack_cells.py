@@ -1,7 +1,8 @@
-"""What ranks do in the tests of transformers, Accelerate and Lightning; children import it by name.
+"""What each rank runs in the tests of transformers, Accelerate and Lightning.
 
-Every function trains for an epoch, with a learning rate of 0, and returns per optimizer step the
-rows that this rank saw (a list for what the model saw at once) and the gradient that came out.
+Child processes import this module by name. Every function trains for an epoch with a learning rate
+of 0. For each optimizer step it returns the rows that this rank saw, one list per batch, and the
+clipped gradient.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from microclip.microbatches import cut
 
 import reference
 
-COUNT = 22  # examples: on two ranks, the last window is shorter than the others
+COUNT = 22  # examples; on two ranks, the last window is shorter than the others
 SCOPES = ("rank", "world")
 REFUSED = ("unprepared", "unwrapped", "join")
 Step = tuple[list[list[int]], list[torch.Tensor]]
 
 
 class Rows(Dataset[Any]):
-    """Examples that know their number."""
+    """Examples with their row numbers."""
 
     def __len__(self) -> int:
         return COUNT
@@ -58,34 +59,34 @@ def whole(gradient: Any) -> torch.Tensor:
 
 
 def launched(rank: int, world: int) -> None:
-    """Make this process look as if torchrun had started it; its group exists already."""
+    """Make this process look like one started by torchrun; its process group exists already."""
     here = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
     group = {"GROUP_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29400}
     names = {**here, **group, "TORCHELASTIC_RUN_ID": "test"}
     os.environ.update({name: str(value) for name, value in names.items()})
 
 
-def twin(
+def expected(
     model: nn.Module,
     loss_fn: Any,
     batch_of: Any,
     ranks: list[list[list[int]]],
     b: int | None,
-    grow: bool = False,
+    wide: bool = False,
 ) -> list[Any]:
-    """Return what one process would make of the rows that the ranks saw in one step.
+    """Return the clipped gradient that one process computes from the rows of all ranks.
 
     Args:
-        model: Whose gradient it is.
+        model: The model to differentiate.
         loss_fn: The mean loss of a batch.
-        batch_of: Makes a batch of rows.
-        ranks: For each rank, the rows that it saw, as lists of what it saw at once.
+        batch_of: Makes a batch from rows.
+        ranks: For each rank, the rows of its batches in this step.
         b: The micro-batch size.
-        grow: Whether a micro-batch goes over what was seen at once.
+        wide: Whether a micro-batch spans several batches.
     """
     pieces: list[list[int]] = []
     for parts in ranks:
-        if grow:
+        if wide:
             parts = [[row for part in parts for row in part]]
         for part in parts:
             pieces += [list(m.ids) for m in cut(torch.tensor(part), b, ids=part)]
@@ -98,7 +99,7 @@ def twin(
 def each(
     rank: int, train: Callable[..., list[Step]], world: int, cases: list[tuple[Any, ...]]
 ) -> list[list[Step]]:
-    """Return what comes of every case; starting ranks takes longer than all of them."""
+    """Return the result of every case; starting ranks takes longer than running them all."""
     launched(rank, world)
     return [train(world, *case) for case in cases]
 
@@ -106,7 +107,7 @@ def each(
 def accelerate(
     world: int, size: int, steps: int, b: int | None, precision: str, how: str
 ) -> list[Step]:
-    """`how`: "rank" and "world" are scopes of a model that Accelerate's plugin shards."""
+    """`how`: "rank" and "world" are scopes, with a model that Accelerate's plugin shards."""
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
     from accelerate.state import AcceleratorState, GradientState
     from accelerate.utils import DistributedType, GradientAccumulationPlugin
@@ -119,9 +120,7 @@ def accelerate(
     accelerator = Accelerator(
         cpu=True, gradient_accumulation_plugin=windows, mixed_precision=precision
     )
-    if (
-        how in SCOPES
-    ):  # Accelerate offers its plugin on accelerators only; what it does works on a CPU
+    if how in SCOPES:  # Accelerate offers its plugin on GPUs only, but it works on a CPU
         plugin = FullyShardedDataParallelPlugin(fsdp_version=2, cpu_ram_efficient_loading=False)
         if precision != "no":
             plugin.set_mixed_precision(precision)
@@ -141,7 +140,7 @@ def accelerate(
     for batch in loader:
         with accelerator.accumulate(model):
             rows.append(batch[2].tolist())
-            if how in SCOPES:  # which leaves the parameters of a sharded model whole
+            if how in SCOPES:  # this leaves the parameters of a sharded model unsharded
                 with torch.no_grad():
                     model(batch[0])
             outcome = clipper.backward(lambda batch: loss(model, batch), batch)
@@ -156,8 +155,8 @@ def accelerate(
 
 
 def _refusal(accelerator: Any, bare: Any, model: Any, batch: Any, how: str) -> Any:
-    """Return what is said about a loop that would leave ranks apart, or waiting."""
-    from torch.distributed.algorithms import Join  # what Accelerate uses, on GPUs only
+    """Return the error of a loop whose ranks would diverge or hang."""
+    from torch.distributed.algorithms import Join  # used by Accelerate, on GPUs only
 
     from microclip.integrations.accelerate import AcceleratedClipper
 
@@ -173,7 +172,7 @@ def _refusal(accelerator: Any, bare: Any, model: Any, batch: Any, how: str) -> A
 def lightning(
     world: int, folder: str, steps: int, precision: str, size: int, b: int | None, skip: int
 ) -> list[Step]:
-    """`skip`: the row of which training_step wants to know nothing; -1 for none."""
+    """`skip`: training_step returns None for micro-batches with this row; -1 for none."""
     warnings.simplefilter("ignore")
     import lightning.pytorch as pl
     from lightning.pytorch.strategies import DDPStrategy

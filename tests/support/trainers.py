@@ -1,4 +1,4 @@
-"""The Trainer of transformers at work on tiny models: shared by its tests."""
+"""transformers' Trainer on tiny models, with expected gradients, for its tests."""
 
 import gc
 
@@ -28,13 +28,15 @@ from transformers import (
 from microclip.integrations.transformers import ClippedSeq2SeqTrainer, ClippedTrainer
 from microclip.microbatches import cut
 
+import properties
 import reference
 
-# Every train() collects garbage, which takes longer than these models do: not what was imported.
+# Every train() collects garbage, which takes longer than training these models: exempt the imports.
 gc.collect()
 gc.freeze()
 
-COUNT = 22  # examples: with 8 in a step, the last step has 6
+COUNT = 22  # examples; with 8 in a step, the last step has 6
+ONE_BATCH = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}  # per step
 
 
 def bert():
@@ -106,7 +108,7 @@ def gpt2():
 
 
 def examples(kind):
-    """Labels of different lengths for the language models: norms must not follow token counts."""
+    """Return examples; language models get different numbers of labels, to vary token counts."""
     generator = torch.Generator().manual_seed(1)
     found = []
     for i in range(COUNT):
@@ -131,7 +133,7 @@ MODELS = {"bert": bert, "llama": llama, "t5": t5, "vit": vit, "ctc": ctc}
 
 
 class Watch(TrainerCallback):
-    """Keeps the gradients that the optimizer is about to see."""
+    """Keeps the gradients that the optimizer is about to use."""
 
     def __init__(self):
         self.gradients = []
@@ -143,7 +145,7 @@ class Watch(TrainerCallback):
 
 
 class InOrder:
-    """The examples in the order given."""
+    """Takes the examples in order, without shuffling."""
 
     def _get_train_sampler(self, *args):
         return SequentialSampler(self.train_dataset)
@@ -173,10 +175,23 @@ class InOrderPlain(InOrder, Trainer):
     pass
 
 
-def windows(sub_step, steps):
-    """The examples of each optimizer step, as lists of what the model sees at once."""
-    parts = [list(range(i, min(i + sub_step, COUNT))) for i in range(0, COUNT, sub_step)]
+def windows(size, steps):
+    """Return, for each optimizer step, the rows of its batches."""
+    parts = [list(range(i, min(i + size, COUNT))) for i in range(0, COUNT, size)]
     return [parts[i : i + steps] for i in range(0, len(parts), steps)]
+
+
+def own_loss(model, batch):
+    return model(**batch).loss
+
+
+def clipped(model, loss, batches, sizes, **domains):
+    """Return the clipped gradient of these micro-batches, by the reference."""
+    gradients = reference.microbatch_gradients(
+        lambda batch: loss(model, batch), list(model.parameters()), batches
+    )
+    weigh = reference.WEIGH["MinNorm()"]
+    return reference.clipped_gradient(gradients, sizes, weigh, **domains)[0]
 
 
 def stacked(data, rows):
@@ -184,7 +199,7 @@ def stacked(data, rows):
 
 
 def wanted(model, data, parts, b):
-    """The twin's gradient of one optimizer step."""
+    """Return the clipped gradient of one optimizer step, by the reference."""
     size = len(parts[0])
     if b is not None and b > size:
         rows = [i for part in parts for i in part]
@@ -193,8 +208,51 @@ def wanted(model, data, parts, b):
     else:
         cuts = [piece for part in parts for piece in cut(stacked(data, part), b)]
         batches, sizes = [piece.batch for piece in cuts], [piece.size for piece in cuts]
-    model.train()
-    gradients = reference.microbatch_gradients(
-        lambda batch: model(**batch).loss, list(model.parameters()), batches
+    return clipped(model.train(), own_loss, batches, sizes)
+
+
+def changed(kind, change):
+    """Return examples after `change(row, example)` has edited each in place."""
+    data = examples(kind)
+    for row, example in enumerate(data):
+        change(row, example)
+    return data
+
+
+def one_length_per_batch(row, example):
+    """Texts of one length within each batch of two, different between batches."""
+    length = 3 + row // 2 % 4
+    example["input_ids"] = example["labels"] = example["input_ids"][:length]
+
+
+def assert_wide_steps(run, watch, data, loss, size, steps, b):
+    """Check every step; micro-batches of b span batches of this size."""
+    model = run.model.train()
+    taken = windows(size, steps)
+    assert len(watch.gradients) == len(taken)
+    for found, parts in zip(watch.gradients, taken, strict=True):
+        rows = [row for part in parts for row in part]
+        pieces = [rows[i : i + b] for i in range(0, len(rows), b)]
+        gradients = []
+        for piece in pieces:
+            lengths = {len(data[row].get("input_ids", ())) for row in piece}
+            if len(lengths) == 1:
+                gradients += reference.microbatch_gradients(
+                    lambda batch: loss(model, batch), list(model.parameters()),
+                    [stacked(data, piece)],
+                )  # fmt: skip
+            else:  # different lengths: the mean over all their tokens
+                gradients += [_mean_over_tokens(model, data, piece, loss)]
+        sizes = [len(piece) for piece in pieces]
+        twin = reference.clipped_gradient(gradients, sizes, reference.WEIGH["MinNorm()"])[0]
+        properties.assert_close(found, twin, 1e-5)
+
+
+def _mean_over_tokens(model, data, rows, loss):
+    each = reference.microbatch_gradients(
+        lambda batch: loss(model, batch),
+        list(model.parameters()),
+        [stacked(data, [r]) for r in rows],
     )
-    return reference.clipped_gradient(gradients, sizes, reference.WEIGH["MinNorm()"])[0]
+    counts = [len(data[row]["labels"]) - 1 for row in rows]
+    return reference.weighted_sum(each, [count / sum(counts) for count in counts])

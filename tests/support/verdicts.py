@@ -1,7 +1,7 @@
-"""What an engine made of a model: exact, refused, wrong, or a crash.
+"""The verdict on an engine and a model: exact, refused, wrong, or a crash.
 
-Every parameter's gradient is compared with that of the twin, which differentiates each micro-batch
-by itself. A parameter whose gradient is small is held to its own norm, not to that of the whole.
+Every parameter's gradient is compared with the reference, which differentiates each micro-batch
+separately. Errors are relative to the norm of the parameter, even if it is small.
 """
 
 import warnings

@@ -99,7 +99,7 @@ class TestFolding:
         clipper = Clipper(model, 4)
         clipper.fold(loss_of(model), batch)
         assert clipper.finish().notes == (
-            "A chunk of 10 examples is no multiple of microbatch_size 4: "
+            "A chunk of 10 examples is not a multiple of microbatch_size 4: "
             "its last micro-batch is smaller.",
         )
 
@@ -252,7 +252,7 @@ class TestCheckpoint:
         clipper = Clipper(model, 2)
         with pytest.raises(ValueError, match=r"'step' and 'rule'.* but got \['steps'\]"):
             clipper.load_state_dict({"steps": 1})
-        with pytest.raises(ValueError, match="MinNorm carries no state"):
+        with pytest.raises(ValueError, match="MinNorm has no state"):
             clipper.load_state_dict({"step": 1, "rule": {"running": 2.0}})
         assert clipper.step == 0
         clipper.fold(loss_of(model), batch)
@@ -285,7 +285,7 @@ class TestNonfinite:
     def test_skip_is_as_if_it_had_not_been_there(self, model, batch, engine, value, rows):
         loss_fn, marks = poisoned(model, rows, value)
         clipper = Clipper(model, 2, engine=engine, nonfinite="skip")
-        with pytest.warns(RuntimeWarning, match="of 5 micro-batches out of step 0"):
+        with pytest.warns(RuntimeWarning, match="of 5 micro-batches in step 0"):
             outcome = clipper.backward(loss_fn, (batch[0], marks))
         found = gradient(model)
         bad = {row // 2 for row in rows}
@@ -299,7 +299,7 @@ class TestNonfinite:
 
     def test_skip_all(self, model, batch, engine, value):
         loss_fn, marks = poisoned(model, list(range(10)), value)
-        with pytest.warns(RuntimeWarning, match="Left 5 of 5"):
+        with pytest.warns(RuntimeWarning, match="Skipped 5 of 5"):
             outcome = Clipper(model, 2, engine=engine, nonfinite="skip").backward(
                 loss_fn, (batch[0], marks)
             )
@@ -420,7 +420,7 @@ class TestBadInput:
     def test_backward_amid_folds(self, model, batch):
         clipper = Clipper(model, 5)
         clipper.fold(loss_of(model), batch)
-        with pytest.raises(RuntimeError, match="2 micro-batches are folded and not finished"):
+        with pytest.raises(RuntimeError, match="2 micro-batches are folded but not finished"):
             clipper.backward(loss_of(model), batch)
         clipper.finish()
         properties.assert_close(gradient(model), expected(model, batch, 5), 1e-12)
@@ -429,7 +429,7 @@ class TestBadInput:
         loss_of(model)(batch).backward()
         before = gradient(model)
         for options in ({"rule": rules.Median()}, {"engine": "two_pass"}):
-            with pytest.raises(RuntimeError, match="must see the examples"):
+            with pytest.raises(RuntimeError, match="needs the examples"):
                 Clipper(model, 2, **options).fold()
         assert all(torch.equal(a, b) for a, b in zip(before, gradient(model), strict=True))
 

@@ -1,4 +1,6 @@
-"""The demo: its data, its training, what it leaves behind."""
+"""The demo: its data, its training, and the page it writes."""
+
+import re
 
 import torch
 
@@ -18,7 +20,7 @@ class TestData:
         assert set(wrong.nonzero().flatten().tolist()) == set(digits.wrong.tolist())
         assert set(digits.wrong.tolist()) <= set(digits.train.tolist())
 
-    def test_no_image_is_in_two_parts(self):
+    def test_the_splits_do_not_overlap(self):
         digits = Digits(1, 0.2)
         everything = torch.cat([digits.train, digits.validation, digits.test])
         assert sorted(everything.tolist()) == list(range(1797))
@@ -69,6 +71,10 @@ def test_the_demo_ends_with_a_page(tmp_path, capsys):
     assert str(page.resolve()) in said.replace("\n", "")
     assert "plain" in said
     assert page.stat().st_size > 100_000
+    assert "180 of 900 training images have a wrong label." in said
+    assert "b = 4: its test accuracy (%) differs from plain training by" in " ".join(said.split())
+    titles = re.findall(r"<h2[^>]*>([^<]*)</h2>", page.read_text())
+    assert titles[:2] == ["Does clipping help?", "Which examples drag?"]
     runs = {path.name: read_run(path) for path in (tmp_path / "runs").iterdir()}
     assert sorted(runs) == ["b4-seed-0", "b4-seed-1", "plain-seed-0", "plain-seed-1"]
     for run in runs.values():

@@ -1,4 +1,4 @@
-"""The benchmark of draggers: what it measures, and the rivals that are written by hand, by hand."""
+"""The benchmark of draggers: its measures and its own versions of rival scores, by hand."""
 
 import pytest
 import torch
@@ -47,7 +47,7 @@ def test_el2n_and_grand():
     assert grand(model, data).tolist() == pytest.approx([2**0.5 * error] * 2)
 
 
-def test_digits_are_as_wrong_as_they_say():
+def test_the_share_of_wrong_digits():
     data = digits(seed=0)
     assert (len(data), len(data.test_labels)) == (1297, 500)
     assert int(data.wrong.sum()) == round(0.2 * 1297)

@@ -1,4 +1,4 @@
-"""Draggers: hand-checkable ledgers of three examples first, then properties and a planted noise."""
+"""Draggers: hand-checkable ledgers of three examples, then properties, then planted noise."""
 
 import math
 import warnings
@@ -11,7 +11,7 @@ from sklearn.metrics import roc_auc_score
 
 import microclip
 from microclip import draggers
-from microclip.draggers.relative import LIMIT
+from microclip.draggers.statistics import LIMIT
 from microclip.ledger import Ledger, open_ledger
 from microclip.ledger.schema import write_parquet
 
@@ -72,8 +72,8 @@ class TestByHand:
         found = scores(write(tmp_path, early + late), "late_loss")
         assert found == pytest.approx({"d": 4, "a": 1, "b": 0, "c": -1})
 
-    def test_refined_takes_members_apart(self, tmp_path):
-        """a is with b, then with c, and both times it is a that makes the norm."""
+    def test_refined_separates_members(self, tmp_path):
+        """Whatever a is paired with, the norm is large because of a."""
         steps = [
             [Row("ab", 4.0), Row("cd", 1.0)],
             [Row("ac", 4.0), Row("bd", 1.0)],
@@ -110,11 +110,11 @@ class TestByHand:
         """An example may drag early and help late."""
         steps = [[Row("a", 2.0**e), Row("b", 1.0), Row("c", 1.0)] for e in (3, 1, 1, 0, -1, -3)]
         found = row(write(tmp_path, steps), "a", "group")
-        course = [found[f"log_norm_{third}"] / LOG2 for third in ("early", "middle", "late")]
-        assert course == pytest.approx([2, 0.5, -2])
+        thirds = [found[f"log_norm_{third}"] / LOG2 for third in ("early", "middle", "late")]
+        assert thirds == pytest.approx([2, 0.5, -2])
 
-    def test_loss_of_microbatches_is_taken_apart(self, tmp_path):
-        """The mean loss of a micro-batch is the mean of its members': regression finds them."""
+    def test_loss_of_microbatches_is_separated(self, tmp_path):
+        """The loss of a micro-batch is the mean over its members: regression recovers them."""
         own = {"a": 4.0, "b": 0.0, "c": 0.0, "d": 0.0}
         pairs = [("ab", "cd"), ("ac", "bd"), ("ad", "bc")]
         steps = [
@@ -144,7 +144,7 @@ class TestByHand:
 
 class TestEdges:
     def test_alone_in_its_step(self, tmp_path):
-        """One micro-batch per step tells nothing by its norm."""
+        """With one micro-batch per step, norms say nothing."""
         path = write(tmp_path, [[Row("ab", 1.0)], [Row("ab", 9.0)]])
         assert scores(path) == {"a": None, "b": None}
         assert draggers.score(path).ids(fraction=1.0) == []
@@ -179,7 +179,7 @@ class TestEdges:
         assert found["score"] is not None
 
     def test_nonfinite_loss(self, tmp_path):
-        """It counts as the largest of its step; always so, it is put first."""
+        """It counts as the largest of its step; if it always happens, the example goes first."""
         steps = [
             [Row("ab", NAN, 0.0, losses=[NAN, 1.0]), Row("cd", 2.0, losses=[2.0, 3.0])],
             [Row("ac", NAN, 0.0, losses=[NAN, 2.0]), Row("bd", 1.0, losses=[1.0, 3.0])],
@@ -190,7 +190,7 @@ class TestEdges:
         assert row(path, "a")["loss"] is None
         assert scores(path)["a"] == scores(path)["d"] == pytest.approx(1)
 
-    def test_a_step_that_diverged_tells_nothing(self, tmp_path):
+    def test_a_step_that_diverged_says_nothing(self, tmp_path):
         bad = [Row(one, NAN, NAN) for one in "abc"]
         path = write(tmp_path, [*NORMS, bad, bad])
         assert scores(path, "group") == pytest.approx({"c": 1.5 * LOG2, "b": 0, "a": -LOG2})
@@ -211,13 +211,13 @@ class TestEdges:
         for method in OF_NORMS:
             assert draggers.score(write(tmp_path / method, steps), method).ids(n=1) == ["d"]
 
-    def test_places_are_not_ids(self, tmp_path):
+    def test_positions_are_not_ids(self, tmp_path):
         model = torch.nn.Linear(3, 1)
         with Ledger(tmp_path) as ledger:
             clipper = microclip.Clipper(model, 2, ledger=ledger)
             for _ in range(3):
                 clipper.backward(lambda x: model(x).square().mean(1), torch.randn(8, 3))
-        with pytest.warns(UserWarning, match="0 to 7 are in every one of the 3 steps.*ids="):
+        with pytest.warns(UserWarning, match="0 to 7 appear in every one of the 3 steps.*ids="):
             draggers.score(tmp_path)
 
 
@@ -276,7 +276,7 @@ class TestProperties:
     def test_chunks_do_not_matter(self, tmp_path, monkeypatch):
         path = write(tmp_path, self.steps(), flush_every=11)
         whole = {method: scores(path, method) for method in draggers.METHODS}
-        monkeypatch.setattr(draggers.steps.whole_steps, "__defaults__", (20,))
+        monkeypatch.setattr(draggers.source.whole_steps, "__defaults__", (20,))
         for method, expected in whole.items():
             assert scores(path, method) == pytest.approx(expected)
 
@@ -293,7 +293,7 @@ class TestProperties:
         assert scores(path, "loss") == pytest.approx(expected)
 
     def test_b_of_one_needs_no_refinement(self, tmp_path):
-        """Alone in its micro-batch, regression only shrinks what the mean says."""
+        """With one example per micro-batch, regression only shrinks the mean."""
         path = write(tmp_path, self.steps(b=1))
         group, refined = scores(path, "group"), scores(path, "refined")
         a, b = (np.array([s[one] for one in sorted(group)]) for s in (group, refined))
@@ -307,7 +307,7 @@ class TestProperties:
 
 
 def planted(path, b, draggers_share=0.2, examples=200, epochs=40):
-    """Every fifth example drags: its own gradient is twice as long, whoever it is with."""
+    """Every fifth example drags: its gradient is twice as long, whatever it is batched with."""
     draw = np.random.default_rng(1)
     wrong = np.arange(examples) < draggers_share * examples
     steps = []
@@ -332,7 +332,7 @@ def test_planted_draggers_are_found(tmp_path, b, least, method):
 
 
 def test_regression_is_better_than_means(tmp_path):
-    """With few appearances, who one's neighbours were makes a difference."""
+    """With few appearances, it matters which examples shared the micro-batch."""
     path, wrong = planted(tmp_path, b=4, epochs=10)
     group, refined = (
         roc_auc_score(wrong, [s[one] for one in range(len(wrong))])
@@ -341,7 +341,7 @@ def test_regression_is_better_than_means(tmp_path):
     assert refined > group
 
 
-class TestWays:
+class TestUse:
     def test_a_ledger_that_is_being_written(self, tmp_path):
         with Ledger(tmp_path) as ledger:
             for step, rows in enumerate(NORMS):
@@ -349,7 +349,7 @@ class TestWays:
             assert scores(ledger) == scores(open_ledger(tmp_path)) == scores(str(tmp_path))
 
     def test_trained_for_real(self, tmp_path):
-        """One wrong label among many right ones; the real Clipper, one loss per example."""
+        """One wrong label among many right ones, with a real Clipper and a loss per example."""
         x = torch.randn(64, 2)
         y = (x[:, 0] > 0).long()
         y[7] = 1 - y[7]
@@ -409,7 +409,7 @@ class TestErrors:
             draggers.score(tmp_path / "nowhere")
         with pytest.raises(ValueError, match="not a ledger"):
             draggers.score(tmp_path)
-        with pytest.raises(TypeError, match="but not a int"):
+        with pytest.raises(TypeError, match="got an object of type int"):
             draggers.score(3)
 
     def test_empty(self, tmp_path):
@@ -423,7 +423,7 @@ class TestErrors:
 
     def test_late_losses_of_microbatches(self, tmp_path):
         steps = [[Row("a", 1.0, loss=1.0), Row("b", 1.0, loss=2.0)]]
-        with pytest.raises(ValueError, match="only those of micro-batches. Use method='loss'"):
+        with pytest.raises(ValueError, match="losses of micro-batches only. Use method='loss'"):
             draggers.score(write(tmp_path, steps), "late_loss")
 
     @pytest.mark.parametrize("method", ["loss", "late_loss", "raw_loss", "combined"])
@@ -465,7 +465,7 @@ class TestErrors:
         with pytest.raises(ValueError, match="n must be 0 or a positive integer, but got -1"):
             draggers.score(write(tmp_path, NORMS)).top(-1)
 
-    def test_strangers(self, tmp_path):
+    def test_ids_outside_the_data_set(self, tmp_path):
         steps = [[Row([0], 1.0), Row([1], 2.0), Row([2], 9.0)]]
         found = draggers.score(write(tmp_path, steps))
         with pytest.raises(ValueError, match="1 of the 1 ids.*instance 2.*ids are integers"):

@@ -1,4 +1,4 @@
-"""Files that draggers are written to: whole, readable by others, harmless."""
+"""Exported files: complete, readable by other tools, safe in spreadsheets."""
 
 import csv
 import json
@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from microclip import draggers
-from microclip.draggers import export
+from microclip.files import open_whole
 
 from ledgers import Row, write
 
@@ -38,7 +38,7 @@ def hostile(tmp_path):
     return draggers.score(write(tmp_path / "ledger", [rows]), "raw_loss")
 
 
-def test_csv_is_harmless(hostile, tmp_path):
+def test_csv_has_no_formulas(hostile, tmp_path):
     hostile.to_csv(tmp_path / "found.csv")
     limit = csv.field_size_limit(10**8)
     try:
@@ -93,7 +93,7 @@ def test_cartography_needs_losses(tmp_path):
     with pytest.raises(ValueError, match="the ledger has none"):
         draggers.score(write(tmp_path / "a", norms)).to_cartography(tmp_path / "map")
     means = [[Row("a", 1.0, loss=1.0), Row("b", 2.0, loss=2.0)]]
-    with pytest.raises(ValueError, match="only those of micro-batches"):
+    with pytest.raises(ValueError, match="losses of micro-batches only"):
         draggers.score(write(tmp_path / "b", means)).to_cartography(tmp_path / "map")
     assert not (tmp_path / "map").exists()
 
@@ -107,20 +107,20 @@ def test_pruned_ids(tmp_path):
     assert json.loads((tmp_path / "kept.json").read_text()) == [9, 3, 2, 1, 0]
 
 
-def test_ids_that_are_no_lines(hostile, tmp_path):
-    with pytest.raises(ValueError, match="cannot stand on a line of its own.*json"):
+def test_ids_with_line_breaks(hostile, tmp_path):
+    with pytest.raises(ValueError, match="does not fit on a single line.*json"):
         hostile.to_pruned_ids(tmp_path / "kept.txt", n=1)
     assert not (tmp_path / "kept.txt").exists()
     hostile.to_pruned_ids(tmp_path / "kept.json", n=1)
     assert json.loads((tmp_path / "kept.json").read_text()) == sorted(HOSTILE[1:])
 
 
-def test_whole_or_not_at_all(tmp_path):
+def test_a_file_is_complete_or_not_there(tmp_path):
     place = tmp_path / "found.csv"
     place.write_text("before")
 
     def fail():
-        with export.written(place) as file:
+        with open_whole(place) as file:
             file.write(b"half")
             raise KeyboardInterrupt
 
@@ -130,6 +130,6 @@ def test_whole_or_not_at_all(tmp_path):
     assert list(tmp_path.iterdir()) == [place]
 
 
-def test_nowhere(hostile, tmp_path):
+def test_a_folder_that_does_not_exist(hostile, tmp_path):
     with pytest.raises(FileNotFoundError, match="is not a folder"):
         hostile.to_csv(tmp_path / "no" / "found.csv")

@@ -2,13 +2,14 @@
 
 import importlib.util
 import math
+import re
 from pathlib import Path
 
 import pytest
 from accelerate.state import AcceleratorState, GradientState
 
 FOLDER = Path(__file__).parents[2] / "examples"
-SHORT = {  # what makes them short, and what makes a step one micro-batch
+SHORT = {  # options that make them short, and options that make a step one micro-batch
     "text_classifier": (["--steps", "4"], ["--microbatch-size", "32"]),
     "causal_lm": (["--steps", "4", "--batch-size", "8"], ["--microbatch-size", "8"]),
     "image_classifier": (["--epochs", "1"], ["--microbatch-size", "32"]),
@@ -20,7 +21,7 @@ def main_of(name):
     spec = importlib.util.spec_from_file_location(f"example_{name}", FOLDER / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    AcceleratorState._reset_state(True)  # as in a process of its own
+    AcceleratorState._reset_state(True)  # as in a new process
     GradientState._reset_state()
     return module.main
 
@@ -45,4 +46,4 @@ def test_one_microbatch_is_plain_training(name):
 def test_clipping_trains(name, capsys):
     losses = main_of(name)(SHORT[name][0])
     assert all(math.isfinite(loss) for loss in losses)
-    assert "right" in (said := capsys.readouterr().out) or "bits" in said or "spelt" in said
+    assert re.search("accuracy|bits per character|without a mistake", capsys.readouterr().out)

@@ -1,4 +1,4 @@
-"""The single-pass engine's algebra, and what it says it cannot do."""
+"""The single-pass engine: the algebra of contributions, layers, and refusals."""
 
 import pytest
 import torch
@@ -8,10 +8,10 @@ from torch.nn import functional as F
 from microclip import Clipper
 from microclip.engines.base import CannotFuseError
 from microclip.engines.single_pass import convolution
+from microclip.engines.single_pass.contributions import Materialized, MaterializedParts
 from microclip.engines.single_pass.convolution import Geometry, Patches
-from microclip.engines.single_pass.formed import Formed, Pieces
 from microclip.engines.single_pass.groups import Groups
-from microclip.engines.single_pass.uses import Lines, Rows, squared_norms, sum_of
+from microclip.engines.single_pass.rows import EmbeddingRows, Rows, squared_norms, sum_of
 from microclip.microbatches import cut
 
 import properties
@@ -42,38 +42,40 @@ class TestAlgebra:
         inputs, deltas = torch.randn(e, n, p).double(), torch.randn(e, n, q).double()
         return Rows(inputs, deltas, inputs_first)
 
-    def lines(self, p=3, q=4, n=2):
+    def embedding_rows(self, p=3, q=4, n=2):
         e = self.groups.examples
-        return Lines(torch.randint(0, p, (e, n)), torch.randn(e, n, q).double(), p)
+        return EmbeddingRows(torch.randint(0, p, (e, n)), torch.randn(e, n, q).double(), p)
 
     def windows(self, channels=1, is_tight=False):
-        """Of 1 x 3 channels over 7 places, 4 outputs: a parameter of 4 x 1 x 3."""
+        """A window of 3 over 7 positions, 4 outputs: a parameter of 4 x channels x 3."""
         e = self.groups.examples
         geometry = Geometry((4, channels, 3), (2,), (1,), (1,), 1, is_tight)
         x, d = torch.randn(e, channels, 7).double(), torch.randn(e, 4, 4).double()
         return Patches(x, d, geometry)
 
     @pytest.mark.parametrize(
-        "kinds", ["r", "l", "t", "rr", "rt", "rl", "lr", "ll", "rlf", "f", "rf", "p", "rp"]
+        "kinds", ["r", "l", "t", "rr", "rt", "rl", "lr", "ll", "rlm", "m", "rm", "p", "rp"]
     )
-    def test_norms_and_sums_are_those_of_the_formed_gradients(self, kinds):
-        """r: rows, t: rows the other way round, l: lines, f: formed, p: formed in two pieces.
+    def test_norms_and_sums_equal_those_of_materialized_gradients(self, kinds):
+        """r: rows, t: transposed rows, l: embedding rows, m: materialized, p: in two parts.
 
-        Several have cross terms.
+        Several contributions have cross terms.
         """
         make = {
             "r": self.rows,
             "t": lambda: self.rows(4, 3, inputs_first=False),
-            "l": self.lines,
-            "f": lambda: Formed(torch.randn(3, 3, 4).double()),
-            "p": lambda: Pieces(tuple(Formed(torch.randn(n, 3, 4).double()) for n in (2, 1))),
+            "l": self.embedding_rows,
+            "m": lambda: Materialized(torch.randn(3, 3, 4).double()),
+            "p": lambda: MaterializedParts(
+                tuple(Materialized(torch.randn(n, 3, 4).double()) for n in (2, 1))
+            ),
         }
         self.check([make[kind]() for kind in kinds])
 
     @pytest.mark.parametrize("channels", [1, 8])
     @pytest.mark.parametrize("is_tight", [False, True])
     def test_windows(self, channels, is_tight):
-        """Of many channels, the patches lie place by place."""
+        """With many channels, patches are cut position by position."""
         first, second = (self.windows(channels, is_tight) for _ in range(2))
         assert first.geometry.is_better_by_place(first.d) == (channels == 8)
         self.check([first])
@@ -81,26 +83,36 @@ class TestAlgebra:
 
     @pytest.mark.parametrize("n", [1, 31, 32, 65, 410])
     def test_any_number_of_rows(self, n):
-        """Many rows are multiplied in halves, and very many added up the other way round."""
+        """Many rows are multiplied in halves."""
         self.check([self.rows(n=n)])
 
-    def check(self, uses):
-        """Norms, sums and what is left out, as the backward pass brings it and as it is kept."""
-        formed = sum_of([use.form(self.groups) for use in uses])
+    def check(self, contributions):
+        """Norms, sums, columns and left-out micro-batches, as delivered and as kept."""
+        gradients = sum_of([each.materialize(self.groups) for each in contributions])
         coefficients = torch.tensor([0.5, 2.0, 0.0]).double()
-        wanted = torch.einsum("j,j...->...", coefficients, formed)
+        wanted = torch.einsum("j,j...->...", coefficients, gradients)
         left_out = self.groups.shares(torch.tensor([False, True, False]))
-        for given in (uses, [use.kept(self.groups) for use in uses]):
+        for given in (contributions, [each.kept(self.groups) for each in contributions]):
             norms = squared_norms(given, self.groups)
-            torch.testing.assert_close(norms.double(), formed.flatten(1).square().sum(1))
+            torch.testing.assert_close(norms.double(), gradients.flatten(1).square().sum(1))
             total = None
-            for use in given:
-                total = use.add_to(total, self.groups.shares(coefficients))
+            for each in given:
+                total = each.add_to(total, self.groups.shares(coefficients))
             torch.testing.assert_close(total.view_as(wanted), wanted)
             assert total.is_contiguous()
-            rest = sum_of([use.without(left_out).form(self.groups) for use in given])
-            torch.testing.assert_close(rest[[0, 2]], formed[[0, 2]])
+            rest = sum_of([each.without(left_out).materialize(self.groups) for each in given])
+            torch.testing.assert_close(rest[[0, 2]], gradients[[0, 2]])
             assert not rest[1].any()
+            columns = sum_of([each.columns(self.groups, 1, 3) for each in given])
+            torch.testing.assert_close(columns, gradients[:, 1:3].flatten(1))
+
+    def test_columns_of_looked_up_rows(self):
+        """Rows 1 and 2 of those that were looked up: rows 4 and 7 of the table."""
+        indices = torch.tensor([[0, 4], [7, 4], [7, 7], [0, 0], [4, 0]])
+        contribution = EmbeddingRows(indices, torch.randn(5, 2, 3).double(), 9)
+        found = contribution.columns(self.groups, 1, 3, torch.tensor([0, 4, 7]))
+        wanted = contribution.materialize(self.groups)[:, [4, 7]].flatten(1)
+        torch.testing.assert_close(found, wanted)
 
     @pytest.mark.parametrize(
         ("size", "dtype"), [(9, torch.float64), (9, torch.float32), (33, torch.float32)]
@@ -110,7 +122,7 @@ class TestAlgebra:
     def test_windows_have_the_gradients_of_convolutions(
         self, size, dtype, channels, is_tight, monkeypatch
     ):
-        """Written out as patches, or by one convolution with groups where places are many."""
+        """Materialized from patches, or by one grouped convolution if there are many positions."""
         monkeypatch.setattr(convolution, "WORTH_SAVING", 0)
         x = torch.randn(5, channels, size, 18).to(dtype).requires_grad_()
         weight = torch.randn(3, channels, 3, 2).to(dtype).requires_grad_()
@@ -124,21 +136,21 @@ class TestAlgebra:
         found = geometry.input_gradient(d, x.detach(), weight.detach())
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
         assert windows._is_better_grouped(self.groups) == (size == 33)
-        formed = windows.form(self.groups)
+        gradients = windows.materialize(self.groups)
         for row, (start, stop) in enumerate([(0, 2), (2, 4), (4, 5)]):
             out = F.conv2d(x[start:stop], weight, **options)
             (wanted,) = torch.autograd.grad(out, weight, d[start:stop])
-            torch.testing.assert_close(formed[row], wanted, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(gradients[row], wanted, rtol=1e-4, atol=1e-5)
 
-    def test_forming_by_hand(self):
+    def test_materializing_by_hand(self):
         """Two examples of one row each, (1, 2) x (3, 4) and (0, 1) x (5, 6)."""
         rows = Rows(
             torch.tensor([[[1.0, 2.0]], [[0.0, 1.0]]]),
             torch.tensor([[[3.0, 4.0]], [[5.0, 6.0]]]),
             inputs_first=True,
         )
-        assert rows.form(Groups([2])).tolist() == [[[3, 4], [11, 14]]]
-        assert rows.form(Groups([1, 1])).tolist() == [
+        assert rows.materialize(Groups([2])).tolist() == [[[3, 4], [11, 14]]]
+        assert rows.materialize(Groups([1, 1])).tolist() == [
             [[3, 4], [6, 8]],
             [[0, 0], [5, 6]],
         ]
@@ -164,8 +176,8 @@ class TestLayers:
         )
 
     @pytest.mark.parametrize("layer", ["linear", "conv", "norm"])
-    def test_hooks_and_changes_in_place_behind_a_layer(self, layer):
-        """Gradients are those that the hooks leave, and outputs belong to whoever gets them."""
+    def test_hooks_and_in_place_changes_after_a_layer(self, layer):
+        """Gradients are as the hooks leave them, and outputs may be modified."""
         layers = {"linear": nn.Linear(6, 6), "conv": nn.Conv1d(4, 4, 3), "norm": nn.LayerNorm(6)}
         model = nn.Sequential(nn.Linear(5, 6), layers[layer], nn.ReLU(inplace=True)).double()
 
@@ -182,8 +194,8 @@ class TestLayers:
         assert_equals_twin(model, lambda x: model(x).square().mean((1, 2)), tokens)
 
     @pytest.mark.parametrize("tied", [False, True])
-    def test_a_large_vocabulary_makes_no_large_tables(self, tied):
-        """Memory like that of a plain step, not one table for each of 16 micro-batches."""
+    def test_a_large_vocabulary_needs_no_large_tables(self, tied):
+        """Memory as in a plain step, not one table for each of 16 micro-batches."""
         embedding, head = nn.Embedding(20_000, 8), nn.Linear(8, 20_000, bias=False)
         if tied:
             head.weight = embedding.weight
@@ -205,7 +217,7 @@ class TestLayers:
         assert fused < 2 * plain
 
     def test_as_many_positions_as_examples(self):
-        """Tables of positions are told from tables of examples by origin, not by shape."""
+        """Positions and examples are distinguished by origin, not by shape."""
         positions = nn.Embedding(6, 3)
         model = nn.ModuleList([positions, nn.Linear(3, 2)]).double()
 
@@ -306,7 +318,7 @@ class TestLayers:
             clipper.backward(lambda x: model(x).square().mean(1), x)
             assert all(p.grad.isnan().all() for p in model.parameters())
             return
-        with pytest.warns(RuntimeWarning, match="Left 1 of 3"):
+        with pytest.warns(RuntimeWarning, match="Skipped 1 of 3"):
             clipper.backward(lambda x: model(x).square().mean(1), x)
         found = [p.grad.clone() for p in model.parameters()]
         model.zero_grad()
@@ -346,8 +358,8 @@ class TestRefusals:
         getattr(model.weight, register)(lambda _: None)
         self.refused(model, lambda x: model(x).mean(1), torch.randn(4, 3), "'weight' has a hook")
 
-    def test_losses_made_of_gradients(self):
-        """As a penalty on them is."""
+    def test_losses_that_depend_on_gradients(self):
+        """Such as a gradient penalty."""
         model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
 
         def loss_fn(x):
@@ -379,11 +391,11 @@ class TestRefusals:
 
         self.refused(model, loss_fn, torch.randn(4, 3), "puts parameter '0' between examples")
 
-    def test_several_losses_of_one_example(self):
+    def test_several_losses_for_one_example(self):
         model = nn.Linear(3, 1)
         self.refused(
             model,
             lambda x: model(x[[0, 0, *range(2, len(x))]]).squeeze(1),
             torch.randn(4, 3),
-            r"some examples have several: they belong to examples \[0, 0, 2, 3\]",
+            r"some examples have several: the losses belong to examples \[0, 0, 2, 3\]",
         )

@@ -1,4 +1,4 @@
-"""What the single-pass engine holds in memory: the plan, the allocator, the budget."""
+"""Memory of the single-pass engine: what it materializes, the allocator, the budget."""
 
 import os
 import platform
@@ -11,45 +11,45 @@ import torch
 from torch import nn
 
 from microclip import Clipper, rules
-from microclip.engines.single_pass import uses
-from microclip.engines.single_pass.formed import Formed, Pieces
+from microclip.engines.single_pass import rows as rows_module
+from microclip.engines.single_pass.contributions import Materialized, MaterializedParts
 from microclip.engines.single_pass.groups import Groups
-from microclip.engines.single_pass.plan import Weight, to_write_out
-from microclip.engines.single_pass.uses import Rows
+from microclip.engines.single_pass.memory import Weight, choose_materialized
+from microclip.engines.single_pass.rows import Rows
 
 import properties
 from measure import peak_memory
 from models import TASKS
 
 
-class TestPlan:
-    """Weights of 8 x 8, of which 4 micro-batches' gradients take 1024 bytes."""
+class TestMaterializing:
+    """Weights of 8 x 8: the gradients of 4 micro-batches take 1024 bytes."""
 
     groups = Groups([2] * 4)
 
     def weight(self, rows, kept=256, **options):
         return Weight(rows=rows, p=8, q=8, itemsize=4, kept=kept, **options)
 
-    def test_long_rows_are_written_out_and_short_ones_are_not(self):
-        """(2 rows)^2 (8 + 8) products are as many as 30 for each of 64 numbers at 5.5 rows."""
-        assert to_write_out({"w": self.weight(6)}, self.groups, 1024) == {"w"}
-        assert to_write_out({"w": self.weight(5)}, self.groups, 1024) == set()
-        assert to_write_out({"w": self.weight(5, worth=16)}, self.groups, 1024) == {"w"}
+    def test_many_rows_are_materialized_and_few_are_not(self):
+        """(2 rows)^2 (8 + 8) products equal 30 for each of 64 numbers at 5.5 rows."""
+        assert choose_materialized({"w": self.weight(6)}, self.groups, 1024) == {"w"}
+        assert choose_materialized({"w": self.weight(5)}, self.groups, 1024) == set()
+        assert choose_materialized({"w": self.weight(5, worth=16)}, self.groups, 1024) == {"w"}
 
-    def test_the_best_come_first_while_there_is_memory(self):
+    def test_the_largest_gains_come_first_while_there_is_memory(self):
         weights = {"short": self.weight(8), "long": self.weight(20), "middle": self.weight(10)}
-        # all kept as rows take 768, and each that is written out 768 more
-        assert to_write_out(weights, self.groups, 3 * 1024) == {"short", "middle", "long"}
-        assert to_write_out(weights, self.groups, 3 * 1024 - 1) == {"middle", "long"}
-        assert to_write_out(weights, self.groups, 768 + 768) == {"long"}
-        assert to_write_out(weights, self.groups, 0) == set()
+        # all kept as rows take 768, and each materialized one takes 768 more
+        assert choose_materialized(weights, self.groups, 3 * 1024) == {"short", "middle", "long"}
+        assert choose_materialized(weights, self.groups, 3 * 1024 - 1) == {"middle", "long"}
+        assert choose_materialized(weights, self.groups, 768 + 768) == {"long"}
+        assert choose_materialized(weights, self.groups, 0) == set()
 
-    def test_what_takes_less_memory_is_written_out_under_any_limit(self):
+    def test_what_takes_less_memory_is_materialized_under_any_limit(self):
         weights = {"small": self.weight(50, kept=2000), "large": self.weight(50)}
-        assert to_write_out(weights, self.groups, 0) == {"small"}
+        assert choose_materialized(weights, self.groups, 0) == {"small"}
 
-    def test_a_limit_decides_and_results_stay(self):
-        """Rows of 64 tokens in micro-batches of 2: written out if there is room, else not."""
+    def test_a_limit_does_not_change_results(self):
+        """Rows of 64 tokens in micro-batches of 2: materialized only if there is room."""
         torch.manual_seed(0)
         task, found = TASKS["gpt"](4), []
         for budget in (None, 1):
@@ -61,20 +61,20 @@ class TestPlan:
             assert (one - other).norm() <= 1e-5 * one.norm()
 
     @pytest.mark.parametrize("inputs_first", [True, False])
-    def test_large_gradients_are_written_in_pieces(self, inputs_first, monkeypatch):
-        """5 micro-batches of 256 x 128 numbers, of which two fit into a piece."""
+    def test_large_gradients_are_materialized_in_parts(self, inputs_first, monkeypatch):
+        """5 micro-batches of 256 x 128 numbers, of which two fit into a part."""
         torch.manual_seed(0)
         groups, ragged = Groups([2] * 5), Groups([4, 4, 2])
         rows = Rows(torch.randn(10, 3, 256), torch.randn(10, 3, 128), inputs_first)
-        whole = rows.written_out(groups)
-        assert isinstance(whole, Formed)
-        monkeypatch.setattr(uses, "LARGEST_TENSOR", 2 * 256 * 128 * 4)
-        pieces = rows.written_out(groups)
-        assert isinstance(pieces, Pieces)
+        whole = rows.materialized(groups)
+        assert isinstance(whole, Materialized)
+        monkeypatch.setattr(rows_module, "LARGEST_TENSOR", 2 * 256 * 128 * 4)
+        pieces = rows.materialized(groups)
+        assert isinstance(pieces, MaterializedParts)
         assert [len(part.gradients) for part in pieces.parts] == [2, 2, 1]
-        torch.testing.assert_close(pieces.form(groups), whole.gradients)
+        torch.testing.assert_close(pieces.materialize(groups), whole.gradients)
         assert pieces.nbytes == whole.nbytes
-        assert isinstance(rows.written_out(ragged), Formed)
+        assert isinstance(rows.materialized(ragged), Materialized)
 
         shares = groups.shares(torch.rand(5))
         left_out = groups.shares(torch.tensor([False, False, True, False, True]))
@@ -84,11 +84,11 @@ class TestPlan:
 
 
 class TestAllocator:
-    """Asked in a process of its own: what is set holds for all of a process's life."""
+    """In a separate process, since the setting holds for the lifetime of a process."""
 
     PROGRAM = """
 import resource, torch
-from microclip.engines.single_pass.allocator import hold_on_to_freed_memory
+from microclip.engines.single_pass.memory import keep_freed_memory
 
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -96,7 +96,7 @@ def faults():
     del tensors
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
-hold_on_to_freed_memory()
+keep_freed_memory()
 faults(), faults()
 print(faults())
 """
@@ -109,14 +109,14 @@ print(faults())
         )
         return int(answer.stdout)
 
-    @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="It is glibc that is asked.")
-    def test_freed_memory_is_used_again_unless_a_user_wants_it_otherwise(self):
+    @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="Only glibc has this setting.")
+    def test_freed_memory_is_reused_unless_the_user_has_configured_malloc(self):
         assert self.faults() < 4_000
         assert self.faults(MALLOC_TRIM_THRESHOLD_="131072") > 20_000
 
 
 class TestBudget:
-    """A budget far too small makes every micro-batch a chunk after the first step's probe."""
+    """With a budget that is far too small, every micro-batch is a chunk after the first step."""
 
     def model(self):
         layers = nn.Linear(6, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 3)
@@ -135,7 +135,7 @@ class TestBudget:
             model.zero_grad()
             clipper = Clipper(model, 3, rule=rule, nonfinite=nonfinite, **options)
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore", RuntimeWarning)  # left out, as asked
+                warnings.simplefilter("ignore", RuntimeWarning)  # skipped, as configured
                 for _ in range(2):
                     model.zero_grad()
                     clipper.backward(self.losses(model), x, domains=domains)
@@ -150,7 +150,7 @@ class TestBudget:
     def losses(self, model):
         return lambda x: model(x).square().mean((1, 2))
 
-    def test_visits_are_as_large_as_the_budget_allows(self):
+    def test_chunks_are_as_large_as_the_budget_allows(self):
         model, x, sizes = self.model(), torch.randn(32, 5, 6).double(), []
 
         def loss_fn(x):
@@ -162,12 +162,12 @@ class TestBudget:
         sizes.clear()
         clipper = Clipper(model, 2, engine="fused", memory_budget=30_000, verify="never")
         clipper.backward(loss_fn, x)
-        assert sizes[0] == 4  # an eighth, to find out
+        assert sizes[0] == 4  # an eighth, to measure
         sizes.clear()
         clipper.backward(loss_fn, x)
         assert len(sizes) > 1
         assert sum(sizes) == 32
-        assert max(sizes) - min(sizes) <= 2  # alike, but for one micro-batch
+        assert max(sizes) - min(sizes) <= 2  # equal up to one micro-batch
         assert all(size % 2 == 0 for size in sizes)
 
     @pytest.mark.parametrize("budget", [None, 1000])
@@ -199,7 +199,7 @@ class TestBudget:
 
     @pytest.mark.parametrize("task", ["gpt", "conv"])
     def test_memory(self, task):
-        """At most twice a plain step's by default, at most 1.2 times as much if that is asked."""
+        """At most twice that of a plain step by default, and 1.2 times with that budget."""
         torch.manual_seed(0)
         task = TASKS[task](8)
 

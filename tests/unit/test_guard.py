@@ -1,4 +1,4 @@
-"""The domain guard: shares by hand, warnings when they are due and only then."""
+"""The domain guard: shares computed by hand, and warnings only where they are due."""
 
 import math
 import warnings
@@ -13,7 +13,7 @@ from ledgers import Row, write
 
 
 def clipped(norms, ids, domains=None):
-    """Rows as the paper's rule weighs them, within domains if there are any."""
+    """Rows weighted by the paper's rule, within domains if there are any."""
     domains = domains or [None] * len(norms)
     least = {d: min(n for n, e in zip(norms, domains, strict=True) if e == d) for d in domains}
     return [Row(i, n, least[d] / n, d) for i, n, d in zip(ids, norms, domains, strict=True)]
@@ -91,13 +91,13 @@ class TestWarning:
         assert finding.ratio == pytest.approx(3 / 7, abs=0.05)
         assert "33.3 % of the examples" in finding.message
 
-    def test_a_mapping_will_do(self, tmp_path):
+    def test_a_mapping_works_too(self, tmp_path):
         domain_of = {f"{letter}{i}": letter for letter in "ab" for i in range(50)}
         with pytest.warns(guard.DomainWarning, match="'b'"):
             guard.check(write(tmp_path, uneven(200, 3.0)), domain_of)
 
     def test_domains_are_the_remedy(self, tmp_path):
-        """What the warning recommends makes it go away."""
+        """The remedy in the warning makes it go away."""
         found = guard.check(write(tmp_path, uneven(200, 3.0, domains=True)))
         assert found.findings == ()
         assert str(found) == "None of the 2 domains is held back."
@@ -132,19 +132,19 @@ class TestWarning:
         with pytest.warns(guard.DomainWarning):
             assert guard.check(path, first_letter, below=1.0).findings[0].domain == "b"
 
-    def test_its_own_norms_are_uneven(self, tmp_path):
+    def test_a_domain_whose_norms_vary_a_lot(self, tmp_path):
         """With domains=, a domain with a wide spread of norms still loses weight."""
         draw = np.random.default_rng(0)
         steps = []
         for _ in range(200):
             norms = np.exp(np.array([0.1] * 4 + [2.0] * 4) * draw.normal(size=8)).tolist()
             steps.append(clipped(norms, [[j] for j in range(8)], list("xxxxyyyy")))
-        with pytest.warns(guard.DomainWarning, match="'y' back.*bound of its own"):
+        with pytest.warns(guard.DomainWarning, match="'y' back.*its own bound"):
             guard.check(write(tmp_path, steps))
 
 
 class TestEdges:
-    def test_never_side_by_side(self, tmp_path):
+    def test_domains_that_never_share_a_step(self, tmp_path):
         steps = [
             [Row([t], 1.0, 1.0, "xy"[t % 2]), Row([t], 2.0, 0.5, "xy"[t % 2])] for t in range(9)
         ]

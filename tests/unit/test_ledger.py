@@ -1,4 +1,4 @@
-"""The ledger: what is recorded comes back, at any moment, and nothing leaves its folder."""
+"""The ledger: what is recorded can be read back, at any time, after any crash."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import microclip
 from microclip import Clipper, Ledger, Outcome
-from microclip.engines.choose import ENGINES
+from microclip.engines.select import ENGINES
 from microclip.ledger import open_ledger, parts, write
 from microclip.ledger.schema import SCHEMAS
 
@@ -25,8 +25,8 @@ import ledger_faults
 from ledger_steps import outcome, parts_of, record_steps, steps_of, table
 
 
-class TestWhatComesBack:
-    def test_is_what_the_step_did(self, tmp_path):
+class TestReadingBack:
+    def test_every_column(self, tmp_path):
         with Ledger(tmp_path) as ledger:
             ledger.record(outcome(7, ids=((10, 11), (12,)), domains=("de", "en")))
         record = open_ledger(tmp_path)
@@ -72,7 +72,7 @@ class TestWhatComesBack:
         losses = torch.cat([found.example_losses for found in outcomes]).tolist()
         assert [row["loss"] for row in table(record, "examples")] == losses
         kept = [v for found in outcomes for v in vars(found).values() if torch.is_tensor(v)]
-        assert not any(tensor.requires_grad for tensor in kept)  # else graphs would live on
+        assert not any(tensor.requires_grad for tensor in kept)  # else graphs would be kept alive
         assert all(tensor.untyped_storage().nbytes() <= 7 * 8 for tensor in kept)
 
     def test_steps_with_and_without_losses(self, tmp_path):
@@ -92,7 +92,7 @@ class TestWhatComesBack:
         assert not record.has_examples
         assert table(record, "examples") == []
 
-    def test_what_is_not_finite_stays_so(self, tmp_path):
+    def test_nonfinite_values_are_kept(self, tmp_path):
         with Ledger(tmp_path) as ledger:
             ledger.record(outcome(0, norms=(float("nan"), float("inf")), each=False))
         first, second = table(open_ledger(tmp_path))
@@ -113,9 +113,9 @@ class TestWhatComesBack:
         batches = list(record.microbatches(["weight", "step"], batch_size=3))
         assert [batch.num_rows for batch in batches] == [3, 1]
         assert batches[0].schema.names == ["weight", "step"]
-        with pytest.raises(ValueError, match="microbatches have the columns step, .* but not 'x'"):
+        with pytest.raises(ValueError, match="columns of microbatches are step, .* but got 'x'"):
             record.microbatches(["x"])
-        with pytest.raises(ValueError, match="tables microbatches and examples, but not 'x'"):
+        with pytest.raises(ValueError, match="one of microbatches and examples, but got 'x'"):
             record.dataset("x")
 
     def test_the_columns_on_disk_are_those_of_the_schema(self, tmp_path):
@@ -198,17 +198,17 @@ class TestWhen:
         Ledger(tmp_path).record(outcome(0))
         assert steps_of(tmp_path) == [0, 0]
 
-    def test_a_fork_does_not_write_what_is_not_its_own(self, tmp_path):
-        """In a process of its own: this one has threads."""
+    def test_a_fork_does_not_write_its_parents_rows(self, tmp_path):
+        """In a separate process, because this one has threads."""
         code = (
-            "import os, test_ledger\n"
+            "import os, ledger_steps\n"
             "from microclip import Ledger\n"
             f"ledger = Ledger({str(tmp_path)!r})\n"
-            "ledger.record(test_ledger.outcome(0))\n"
+            "ledger.record(ledger_steps.outcome(0))\n"
             "child = os.fork()\n"
             "if not child:\n"
             "    ledger.flush()\n"
-            "    ledger.record(test_ledger.outcome(0), rank=1)\n"
+            "    ledger.record(ledger_steps.outcome(0), rank=1)\n"
             "    ledger.close()\n"
             "    os._exit(0)\n"
             "assert os.waitpid(child, 0)[1] == 0\n"
@@ -220,18 +220,18 @@ class TestWhen:
         subprocess.run([sys.executable, "-c", code], env=environment, check=True)
         assert Counter(row["rank"] for row in table(open_ledger(tmp_path))) == {0: 2, 1: 2}
 
-    def test_a_closed_ledger_takes_no_more(self, tmp_path):
+    def test_a_closed_ledger_accepts_no_steps(self, tmp_path):
         ledger = Ledger(tmp_path)
         ledger.close()
         ledger.close()
-        with pytest.raises(ValueError, match="is closed: make a new Ledger"):
+        with pytest.raises(ValueError, match="is closed: create a new Ledger"):
             ledger.record(outcome(0))
 
     def test_sampling(self, tmp_path):
         record_steps(tmp_path, range(10), every=4)
         assert sorted(set(steps_of(tmp_path))) == [0, 4, 8]
 
-    def test_retention_keeps_at_least_so_many_steps(self, tmp_path):
+    def test_keep_steps_keeps_at_least_that_many(self, tmp_path):
         with Ledger(tmp_path, flush_every=2, keep_steps=5) as ledger:
             for step in range(12):
                 ledger.record(outcome(step))
@@ -246,7 +246,7 @@ class TestWhen:
         assert parts_of(tmp_path) == [(0, 1)]
 
 
-class TestGoingOn:
+class TestResuming:
     def test_after_the_last_step(self, tmp_path):
         record_steps(tmp_path, range(5), flush_every=2)
         record_steps(tmp_path, range(5, 8), flush_every=2)
@@ -254,7 +254,7 @@ class TestGoingOn:
 
     @pytest.mark.parametrize("start", range(9))
     def test_from_an_earlier_step(self, tmp_path, start):
-        """Whether it is the first of a part or in its middle: no row twice, none missing."""
+        """At the start of a part or in its middle: no row twice, none missing."""
         record_steps(tmp_path, range(8), flush_every=3)
         record_steps(tmp_path, range(start, 10), flush_every=4)
         for name, count in (("microbatches", 2), ("examples", 4)):
@@ -277,7 +277,7 @@ class TestGoingOn:
             assert sorted(set(steps_of(tmp_path))) == list(range(start + 1))
             assert steps_of(tmp_path, "examples") == []
 
-    def test_within_a_session_says_so(self, tmp_path):
+    def test_going_back_within_a_run_warns(self, tmp_path):
         with Ledger(tmp_path, flush_every=2) as ledger:
             for step in range(5):
                 ledger.record(outcome(step))
@@ -285,10 +285,10 @@ class TestGoingOn:
                 ledger.record(outcome(1))
         assert steps_of(tmp_path) == [0, 0, 1, 1]
 
-    def test_from_the_start_says_so_and_replaces(self, tmp_path, caplog):
+    def test_restarting_from_step_0_warns_and_replaces(self, tmp_path, caplog):
         record_steps(tmp_path, range(5))
         record_steps(tmp_path, range(2))
-        assert "starts again from step 0: its steps up to 4" in caplog.text
+        assert "restarts from step 0: its steps up to 4" in caplog.text
         assert steps_of(tmp_path) == [0, 0, 1, 1]
 
     def test_leftovers_of_this_rank_are_removed(self, tmp_path):
@@ -308,7 +308,7 @@ class TestGoingOn:
         assert parts_of(tmp_path) == [(0, 2), (3, 4)]
         assert steps_of(tmp_path) == [step for step in range(5) for _ in range(2)]
 
-    def test_examples_of_an_unfinished_flush_are_not_looked_at_and_removed(self, tmp_path):
+    def test_examples_of_an_unfinished_flush_are_ignored_and_removed(self, tmp_path):
         record_steps(tmp_path, range(6), flush_every=3)
         os.remove(tmp_path / "microbatches" / parts.Part(3, 0, 5).name)
         assert set(steps_of(tmp_path, "examples")) == {0, 1, 2}
@@ -331,12 +331,12 @@ class TestGoingOn:
         assert ledger_faults.check(record, 9) >= 9
 
 
-def test_the_manifest_says_what_was_chosen(tmp_path):
+def test_the_manifest_records_the_options(tmp_path):
     Ledger(tmp_path, every=3)
     said = json.loads((tmp_path / "ledger.json").read_text())
     assert said["options"]["every"] == 3
     assert said["microclip"] == microclip.__version__
-    Ledger(tmp_path, every=4)  # whoever goes on does not change it
+    Ledger(tmp_path, every=4)  # resuming does not change it
     assert json.loads((tmp_path / "ledger.json").read_text()) == said
 
 

@@ -1,4 +1,4 @@
-"""Ledgers on disks that fail, and in the hands of people who err."""
+"""Ledgers on failing disks, and mistakes that users make."""
 
 import os
 import resource
@@ -20,7 +20,7 @@ from ledger_steps import outcome, record_steps, steps_of
 
 @contextmanager
 def no_file_larger_than(size):
-    """A disk that is full, as far as this process can tell."""
+    """Simulate a full disk for this process."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:
@@ -31,8 +31,8 @@ def no_file_larger_than(size):
 
 class TestFailingDisks:
     @pytest.mark.parametrize("size", [100, 2000, 20_000])
-    def test_nothing_is_lost_and_nothing_there_twice(self, tmp_path, size):
-        """Small files fail; of the larger limits, one lets the first of two tables through."""
+    def test_nothing_is_lost_and_nothing_written_twice(self, tmp_path, size):
+        """Small limits fail at once; a larger one lets the first of two tables through."""
         ledger = Ledger(tmp_path, flush_every=100)
         ledger.record(outcome(0))
         ledger.flush()
@@ -43,7 +43,7 @@ class TestFailingDisks:
                 ledger.record(_wide(100))
             assert error.value.filename == str(tmp_path)
             with pytest.raises(OSError, match="call flush"):
-                ledger.record(_wide(101))  # it does not go on silently
+                ledger.record(_wide(101))  # it does not continue silently
         assert set(steps_of(tmp_path)) == {0}
         assert not list(tmp_path.glob("*/.*"))
         ledger.flush()
@@ -61,7 +61,7 @@ class TestFailingDisks:
         clipper.state_dict()
         assert steps_of(tmp_path) == [0, 0]
 
-    def test_a_folder_that_went_away(self, tmp_path):
+    def test_a_folder_that_disappears(self, tmp_path):
         ledger = Ledger(tmp_path / "ledger")
         ledger.record(outcome(0))
         os.rename(tmp_path / "ledger", tmp_path / "elsewhere")
@@ -101,13 +101,13 @@ class TestMistakes:
             Clipper(torch.nn.Linear(2, 1), ledger="run")
 
     def test_steps_before_the_first(self, tmp_path):
-        with pytest.raises(ValueError, match="A step has a number from 0 on, but got -1"):
+        with pytest.raises(ValueError, match="step must be 0 or a positive integer, but got -1"):
             Ledger(tmp_path).record(outcome(-1))
 
-    def test_places_where_no_ledger_can_be(self, tmp_path):
+    def test_paths_where_no_ledger_can_be_created(self, tmp_path):
         (tmp_path / "file").write_text("")
         for path in (tmp_path / "file", tmp_path / "file" / "ledger", tmp_path / ("x" * 300)):
-            with pytest.raises(OSError, match="A ledger cannot be kept here") as error:
+            with pytest.raises(OSError, match="Cannot create a ledger here") as error:
                 Ledger(path)
             assert error.value.filename == str(path)
 
@@ -120,13 +120,13 @@ class TestMistakes:
         if root:
             os.seteuid(65534)  # nobody
         try:
-            with pytest.raises(PermissionError, match="A ledger cannot be kept here"):
+            with pytest.raises(PermissionError, match="Cannot create a ledger here"):
                 Ledger(folder / "ledger")
         finally:
             if root:
                 os.seteuid(0)
 
-    def test_there_is_none(self, tmp_path):
+    def test_no_ledger_there(self, tmp_path):
         with pytest.raises(FileNotFoundError, match="There is no ledger at .*does not exist"):
             open_ledger(tmp_path / "none")
         (tmp_path / "file").write_text("")
@@ -135,7 +135,7 @@ class TestMistakes:
         with pytest.raises(ValueError, match="is not a ledger: it has no ledger.json"):
             open_ledger(tmp_path)
 
-    def test_an_empty_one(self, tmp_path):
+    def test_an_empty_ledger(self, tmp_path):
         Ledger(tmp_path)
         with pytest.raises(ValueError, match="is empty: no step has been written yet"):
             open_ledger(tmp_path)
@@ -144,14 +144,17 @@ class TestMistakes:
     @pytest.mark.parametrize(
         ("said", "message"),
         [
-            ('{"format": "microclip-ledger", "version": 2, "microclip": "9"}', "of version 2, but"),
+            (
+                '{"format": "microclip-ledger", "version": 2, "microclip": "9"}',
+                "has version 2",
+            ),
             ('{"format": "other", "version": 1}', 'does not say "format": "microclip-ledger"'),
             ("[]", "this is not a ledger"),
             ("{", "is damaged"),
             ("", "is damaged"),
         ],
     )
-    def test_other_versions_and_other_things(self, tmp_path, use, said, message):
+    def test_other_versions_and_formats(self, tmp_path, use, said, message):
         record_steps(tmp_path, range(2))
         (tmp_path / "ledger.json").write_text(said)
         with pytest.raises(ValueError, match=message):
@@ -161,7 +164,7 @@ class TestMistakes:
     def test_without_its_manifest(self, tmp_path, use):
         record_steps(tmp_path, range(2))
         (tmp_path / "ledger.json").unlink()
-        with pytest.raises(ValueError, match="was deleted: ledger.json is missing. Put it back"):
+        with pytest.raises(ValueError, match="was deleted: ledger.json is missing. Restore it"):
             use(tmp_path)
 
     @pytest.mark.parametrize(
@@ -204,7 +207,7 @@ class TestMistakes:
         record_steps(tmp_path, range(2))
         path = tmp_path / "microbatches" / parts.Part(0, 0, 1).name
         pq.write_table(pq.read_table(path).drop_columns(["norm"]), path)
-        with pytest.raises(ValueError, match="has other columns than a ledger's microbatches"):
+        with pytest.raises(ValueError, match="does not have the columns of microbatches"):
             open_ledger(tmp_path)
 
     def test_without_pyarrow(self):

@@ -1,4 +1,4 @@
-"""Ledgers of many ranks, of any ids, and read by others."""
+"""Ledgers of many ranks, with ids of any kind, and read by other tools."""
 
 import duckdb
 import pyarrow.dataset as ds
@@ -17,7 +17,7 @@ from ledger_steps import outcome, parts_of, steps_of, table
 
 
 class TestManyRanks:
-    def test_write_one_ledger_and_fewer_go_on(self, tmp_path):
+    def test_write_one_ledger_and_fewer_resume(self, tmp_path):
         ledger, first, second = (tmp_path / name for name in ("ledger", "first", "second"))
         first.mkdir()
         second.mkdir()
@@ -74,7 +74,7 @@ class TestOtherReaders:
             assert opened.rows == len(table(opened)) == 4  # what was there when it was opened
             assert open_ledger(tmp_path).dataset("examples").count_rows() == 2 * rows
 
-    def test_a_part_that_vanishes_is_explained(self, tmp_path):
+    def test_a_part_that_disappears_is_explained(self, tmp_path):
         ledger = Ledger(tmp_path, flush_every=1, keep_steps=1)
         ledger.record(outcome(0))
         opened = open_ledger(tmp_path)
@@ -105,7 +105,7 @@ HOSTILE = [
 
 
 class TestAnyIds:
-    def test_are_texts_and_stay_in_the_folder(self, tmp_path):
+    def test_become_strings_and_stay_in_the_folder(self, tmp_path):
         path = tmp_path / "run" / "ledger"
         with Ledger(path) as ledger:
             groups = tuple((label,) for label in HOSTILE)
@@ -168,7 +168,7 @@ class TestAnyIds:
         assert [row["id"] for row in table(record, "examples")] == expected
         assert [i for row in table(record) for i in row["ids"]] == expected
 
-    def test_integers_in_some_parts_only_come_back_as_texts(self, tmp_path):
+    def test_integers_in_some_parts_only_come_back_as_strings(self, tmp_path):
         with Ledger(tmp_path, flush_every=1) as ledger:
             ledger.record(outcome(0))
             ledger.record(outcome(1, ids=(("a", "b"), ("c", "d"))))

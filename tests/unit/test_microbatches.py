@@ -149,7 +149,7 @@ def test_packed_sequences_are_refused():
         (["a"], "5 examples, but {} has 1"),
         (torch.zeros(5, 1), r"{} must hold one label per example, but got a tensor of shape"),
         ("abcde", "{} must hold one label per example, but got 'abcde'"),
-        ([1.0, 2.0, 3.0, 4.0, float("nan")], "{} holds NaN"),
+        ([1.0, 2.0, 3.0, 4.0, float("nan")], "{} contains NaN"),
     ],
 )
 def test_bad_labels(what, labels, message):

@@ -51,7 +51,7 @@ class TestGradientsOfTheStepBefore:
         ],
     )
     def test_are_noticed(self, between):
-        with pytest.warns(RuntimeWarning, match=r"step before.*zero_grad\(\).*finish\(\) once"):
+        with pytest.warns(RuntimeWarning, match=r"previous step.*zero_grad\(\).*finish\(\) once"):
             self.steps(between)
 
     def test_once(self):
@@ -469,7 +469,7 @@ class TestNonfinite:
         clipper = Clipper(model, 2, nonfinite="skip", grad_scaler=scaler)
         x, y = batch()
         x[0] = torch.nan
-        with pytest.warns(RuntimeWarning, match="Left 1 of 4"):
+        with pytest.warns(RuntimeWarning, match="Skipped 1 of 4"):
             clipper.backward(loss_of(model), (x, y))
         assert model.weight.grad.isfinite().all()
         scaler.step(optimizer)
@@ -592,7 +592,7 @@ class TestFold:
     @pytest.mark.parametrize(
         ("mistake", "kind", "message"),
         [
-            ({"domain": ["a"]}, TypeError, "domain must be a label"),
+            ({"domain": ["a"]}, TypeError, "domain must be a hashable label"),
             ({"size": 0}, ValueError, "size must be a positive integer"),
             ({"size": True}, ValueError, "size must be a positive integer"),
             ({"loss": "low"}, TypeError, "loss must be a tensor or a number"),
@@ -654,7 +654,7 @@ class TestFold:
             for part in parts:
                 clipper.fold(lambda x: model(x).square().mean(), part)
             with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "Left 1 of 3", RuntimeWarning)
+                warnings.filterwarnings("ignore", "Skipped 1 of 3", RuntimeWarning)
                 clipper.finish()
             found.append(model.weight.grad.clone())
         torch.testing.assert_close(*found)

@@ -1,4 +1,4 @@
-"""The library in C: what it calculates, torch's way without it, and its making."""
+"""The C library: what it computes, torch as the fallback, and how it is built."""
 
 import importlib.util
 import os
@@ -14,7 +14,7 @@ from torch import nn
 
 from microclip import Clipper
 from microclip.engines.single_pass import native
-from microclip.engines.single_pass.uses import pair_sums
+from microclip.engines.single_pass.rows import pair_sums
 
 from models import TASKS
 
@@ -24,7 +24,7 @@ needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="there is
 
 
 def library_if_it_runs():
-    """The library, also where torch is faster and it would not be used."""
+    """The library, even where torch is faster and it would not be used."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MICROCLIP_C", "1")
         native.library.cache_clear()
@@ -47,7 +47,7 @@ def with_library(monkeypatch):
 
 
 def wanted(left, right):
-    """Every pair by itself, in double precision."""
+    """Every pair separately, in double precision."""
     lefts, rights = (torch.einsum("jrk,jsk->jrs", s, s) for s in (left.double(), right.double()))
     products = lefts * rights
     return products.sum((1, 2)), products.diagonal(dim1=1, dim2=2).sum(1)
@@ -85,12 +85,12 @@ class TestLibrary:
         assert_right(native.pairs(left, right), left, right)
 
     @pytest.mark.parametrize("shape", [(0, 3, 4), (3, 0, 4), (3, 2, 0)])
-    def test_nothing_at_all(self, shape):
+    def test_empty(self, shape):
         nothing = torch.zeros(shape)
         for sums in native.pairs(nothing, nothing):
             assert sums.tolist() == [0.0] * shape[0]
 
-    def test_rows_that_lie_apart(self):
+    def test_strided_rows(self):
         torch.manual_seed(0)
         large = torch.randn(6, 20, 30)
         left, right = large[::2, 3:17:2, 4:20], torch.randn(1, 7, 9).expand(3, -1, -1)
@@ -99,7 +99,7 @@ class TestLibrary:
 
     @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
     @pytest.mark.parametrize("row", [0, 3, 6])
-    def test_what_is_not_finite_stays_in_its_microbatch(self, bad, row):
+    def test_nonfinite_values_stay_in_their_microbatch(self, bad, row):
         torch.manual_seed(0)
         left, right = torch.randn(3, 7, 10), torch.randn(3, 7, 12)
         clean, _ = native.pairs(left, right)
@@ -109,7 +109,7 @@ class TestLibrary:
         assert found.isfinite().tolist() == [True, False, True]
         assert found[::2].tolist() == clean[::2].tolist()
 
-    def test_the_number_of_threads_does_not_matter(self):
+    def test_any_number_of_threads(self):
         torch.manual_seed(0)
         left, right = torch.randn(33, 20, 50), torch.randn(33, 20, 60)
         threads, found = torch.get_num_threads(), []
@@ -139,7 +139,7 @@ class TestLibrary:
 
 
 def layer_norm(examples, tokens, shape, **kind):
-    """What a layer norm has after the backward pass: its input, statistics, output's gradient."""
+    """What a layer norm has after the backward pass: input, statistics, gradient of the output."""
     x = torch.randn(examples, tokens, *shape, **kind) + 3
     _, mean, rstd = torch.native_layer_norm(x, shape, None, None, 1e-5)
     return x, mean, rstd, torch.randn_like(x)
@@ -188,7 +188,7 @@ class TestLayerNorm:
 
 
 @pytest.mark.parametrize("rows", [1, 5, 63, 64, 65, 128, 129, 200])
-def test_torch_alone_gives_the_same(rows, without_library):
+def test_torch_gives_the_same(rows, without_library):
     torch.manual_seed(rows)
     left, right = torch.randn(3, rows, 20), torch.randn(3, rows, 33)
     assert not native.pairs_up(left, right)
@@ -212,7 +212,7 @@ def test_steps_are_the_same_with_and_without_it(b, monkeypatch):
 
 
 class TestFinding:
-    """Whatever keeps it from being there, torch does the work."""
+    """Whatever the reason why it cannot be used, torch does the work."""
 
     @pytest.fixture(autouse=True)
     def anew(self):
@@ -220,7 +220,7 @@ class TestFinding:
         yield
         native.library.cache_clear()
 
-    def test_it_is_not_there(self, monkeypatch, tmp_path):
+    def test_it_is_missing(self, monkeypatch, tmp_path):
         monkeypatch.setattr(native, "LIBRARY", tmp_path / "libnative.so")
         assert native.library() is None
 
@@ -230,7 +230,7 @@ class TestFinding:
         monkeypatch.setattr(native, "LIBRARY", broken)
         assert native.library() is None
 
-    def test_it_was_made_of_other_code(self, monkeypatch):
+    def test_it_is_out_of_date(self, monkeypatch):
         class Library:
             class microclip_pairs:  # noqa: N801  # as it was named before
                 pass
@@ -240,7 +240,7 @@ class TestFinding:
         monkeypatch.delenv("MICROCLIP_C", raising=False)
         assert native.library() is None
 
-    def test_it_is_not_wanted(self, monkeypatch):
+    def test_it_is_disabled(self, monkeypatch):
         monkeypatch.setenv("MICROCLIP_C", "0")
         assert native.library() is None
 
@@ -261,7 +261,7 @@ class TestFinding:
         assert native.library() is None
 
 
-class TestMaking:
+class TestBuilding:
     @pytest.fixture
     def hook(self):
         spec = importlib.util.spec_from_file_location("hatch_build", ROOT / "hatch_build.py")
@@ -270,14 +270,14 @@ class TestMaking:
         return module
 
     @needs_compiler
-    def test_a_compiler_makes_it_without_a_warning(self, hook, tmp_path, monkeypatch):
+    def test_it_compiles_without_a_warning(self, hook, tmp_path, monkeypatch):
         monkeypatch.setenv("CC", "cc -Wall -Wextra -Werror")
         library = tmp_path / "libnative.so"
         assert hook.compiled(ROOT / hook.SOURCE, library)
         assert library.read_bytes().startswith(b"\x7fELF")
 
     @pytest.mark.parametrize("compiler", ["false", "no-such-compiler --at-all"])
-    def test_without_a_compiler_nothing_is_made(self, hook, compiler, tmp_path, monkeypatch):
+    def test_without_a_compiler_nothing_is_built(self, hook, compiler, tmp_path, monkeypatch):
         monkeypatch.setenv("CC", compiler)
         assert not hook.compiled(ROOT / hook.SOURCE, tmp_path / "libnative.so")
         assert not list(tmp_path.iterdir())
@@ -285,7 +285,7 @@ class TestMaking:
     @needs_compiler
     @pytest.mark.parametrize("compiler", ["cc", "false"])
     def test_wheels(self, compiler, tmp_path):
-        """With a compiler for this platform, with the library; without one for any, without it."""
+        """With a compiler: the library, for this platform. Without: none, for any platform."""
         for name in ("pyproject.toml", "hatch_build.py", "README.md", "LICENSE"):
             shutil.copy(ROOT / name, tmp_path)
         shutil.copytree(

@@ -1,4 +1,4 @@
-"""`microclip.probe` as a user meets it: table, best, sentence, pictures, draggers, callback."""
+"""`microclip.probe` from a user's view: table, best, sentence, plots, draggers, callback."""
 
 import csv
 import io
@@ -15,8 +15,8 @@ from torch.nn import functional as F
 import microclip
 from microclip.cli import main
 from microclip.probing import Best, ProbeEvery
-from microclip.probing.command import find_rule
-from microclip.probing.draggers import cosines_to_the_rest, look_at
+from microclip.probing.draggers import compare_draggers, cosines_to_the_rest
+from microclip.rule_names import parse_rule
 from microclip.rules import Median, MinNorm, Quantile, Unit
 
 PNG = b"\x89PNG"
@@ -46,7 +46,7 @@ class Task:
 
 @pytest.fixture(scope="module")
 def clear():
-    """Many examples, wild draggers: small sizes help, and that can be told."""
+    """Many examples, wild draggers: small sizes help, and clearly so."""
     return Task(batches=12).probe(replicates=400)
 
 
@@ -87,7 +87,7 @@ def test_as_text(clear, tmp_path):
     text = str(clear)
     lines = text.splitlines()
     assert lines[0].startswith("384 examples, steps of B = 32 judged by 352 others, MinNorm()")
-    assert len({len(line) for line in lines[1:8]}) == 1  # a table, flush
+    assert len({len(line) for line in lines[1:8]}) == 1  # aligned
     assert clear.sentence in text
     table = list(csv.DictReader(io.StringIO(clear.to_csv(tmp_path / "table.csv"))))
     assert (tmp_path / "table.csv").read_text() == clear.to_csv()
@@ -95,7 +95,7 @@ def test_as_text(clear, tmp_path):
     assert float(table[2]["gain"]) == clear.row(4).gain
 
 
-def test_as_a_picture(clear, tmp_path):
+def test_as_a_plot(clear, tmp_path):
     clear.plot(tmp_path / "probe.png")
     assert (tmp_path / "probe.png").read_bytes().startswith(PNG)
     several = Task().probe([1, 3, 32], [MinNorm(), Unit()], draws=16, replicates=16)
@@ -169,11 +169,11 @@ def test_bad_options_are_refused_with_the_value(options, message):
 
 
 def test_sizes_that_more_batches_would_allow():
-    with pytest.raises(ValueError, match="larger than B = 16.*but got 32. Give more batches"):
+    with pytest.raises(ValueError, match="larger than B = 16.*but got 32. Pass more batches"):
         Task(batches=1).probe([32])
 
 
-def test_what_is_no_rule_is_refused():
+def test_only_rules_are_accepted():
     with pytest.raises(TypeError, match="rules must be rules .* but got 'min'"):
         Task().probe(rules=["min"])
 
@@ -187,7 +187,7 @@ def test_bad_examples_are_refused():
         microclip.probe(task.model, lambda batch: task.losses(batch).mean(), task.batches[:1])
 
 
-# what the sentence says, and does not
+# the sentence
 
 
 def told(probe, **changes):
@@ -209,31 +209,31 @@ def test_the_sentence_is_only_as_sure_as_the_data(clear):
         "(1.40 to 2.60). This looks"
     )
     unsure = told(clear, size=4, gain=1.9, low=0.8, high=4.0, over_plain=0.9, rivals=())
-    assert unsure.startswith("No b is seen to help here: b = 4 comes first, worth 1.90 times")
+    assert unsure.startswith("No b clearly helps here: b = 4 ranks first, worth 1.90 times")
     assert "in 10 % of the resamplings a plain step is better" in unsure
     rivals = told(clear, size=4, over_plain=1.0, rivals=(("MinNorm()", 2), ("MinNorm()", 8)))
-    assert "b = 2 and b = 8 cannot be told from it." in rivals
+    assert "b = 2 and b = 8 cannot be distinguished from it." in rivals
     plain = told(clear, size=32, gain=1.0, rivals=())
     assert plain.startswith("No b helps here: every size is worse than plain training")
     vague = told(clear, size=4, low=-math.inf, high=math.inf, over_plain=0.9)
-    assert "by how much cannot be told from so few examples" in vague
+    assert "though so few examples do not tell by how much" in vague
     away = told(clear, size=4, gain=math.inf, over_plain=0.99)
     assert "does not even point along the gradient" in away
 
 
 def test_b_1_comes_with_a_warning(clear):
     rows = tuple(replace(row, bound_spread=0.6) for row in clear.rows)
-    assert "Beware: b = 1" in told(replace(clear, rows=rows), size=1)
-    assert "Beware" not in told(replace(clear, rows=rows), size=2)
+    assert "Caution: b = 1" in told(replace(clear, rows=rows), size=1)
+    assert "Caution" not in told(replace(clear, rows=rows), size=2)
 
 
-def test_when_nothing_can_be_said_it_says_so():
+def test_no_answer():
     found = replace(Task().probe(draws=16), best=None)
     assert found.sentence.startswith("No answer: the gradient that 96 held-out examples")
 
 
 def test_pure_noise_is_not_taken_for_a_finding():
-    """Labels without any relation to x: in most samples nothing must be seen to help."""
+    """Labels unrelated to x: in most samples no size may seem to help."""
     verdicts = []
     for seed in range(10):
         task = Task(batches=4, draggers=1.0, scale=1.0, seed=seed)
@@ -259,7 +259,7 @@ def test_figure_1_and_c_hat_by_hand():
         dtype=torch.float64,
     )
     labels = torch.tensor([0, 0, 0, 0, 1, 1])
-    found = look_at(rows @ rows.T, labels, trim=0.25, resamplings=50)
+    found = compare_draggers(rows @ rows.T, labels, trim=0.25, resamplings=50)
     assert (found.draggers, found.benign) == (2, 4)
     assert found.dragger_benign.value == pytest.approx(0.0)  # -1 and 1 with the third, else 0
     assert found.benign_benign.value == pytest.approx(3 / 6)
@@ -279,9 +279,9 @@ def test_figure_1_and_c_hat_by_hand():
 
 
 def test_a_sample_of_one_example_has_no_pair():
-    """Of three draggers, every ninth sample is one of them three times."""
+    """Of three draggers, every ninth sample has one of them three times."""
     rows = torch.randn(8, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    found = look_at(rows @ rows.T, torch.tensor([1, 1, 1, 0, 0, 0, 0, 0]), resamplings=200)
+    found = compare_draggers(rows @ rows.T, torch.tensor([1, 1, 1, 0, 0, 0, 0, 0]), resamplings=200)
     assert found.dragger_dragger is not None
     assert -1 <= found.dragger_dragger.low <= found.dragger_dragger.high <= 1
 
@@ -303,7 +303,7 @@ def test_draggers_of_a_probe():
 @pytest.mark.parametrize(
     ("labels", "options", "message"),
     [
-        ([True] * 3, {}, "4 were probed, but there are 3 labels"),
+        ([True] * 3, {}, "4 examples were probed, but there are 3 labels"),
         ([False] * 4, {}, "at least one dragger and two benign examples, but 0 of 4"),
         ([True] * 3 + [False], {}, "but 3 of 4"),
         ([True] + [False] * 3, {"trim": 1.0}, "trim must be a share .* but got 1.0"),
@@ -311,7 +311,7 @@ def test_draggers_of_a_probe():
 )
 def test_labels_that_do_not_fit(labels, options, message):
     with pytest.raises(ValueError, match=message):
-        look_at(torch.eye(4, dtype=torch.float64), torch.tensor(labels), **options)
+        compare_draggers(torch.eye(4, dtype=torch.float64), torch.tensor(labels), **options)
 
 
 # during training
@@ -364,11 +364,11 @@ def test_a_watched_run_is_the_same_run():
     assert [moment.step for moment in watch.history] == [2, 5, 8]
 
 
-def test_the_history_and_its_picture(tmp_path):
+def test_the_history_and_its_plot(tmp_path):
     watch = microclip.ProbeEvery(3, recent=3, sizes=[1, 4, 12], draws=8, replicates=8)
-    with pytest.raises(ValueError, match="nothing to draw: 0 steps"):
+    with pytest.raises(ValueError, match="nothing to plot: 0 steps"):
         watch.plot(tmp_path / "early.png")
-    assert watch.sentence.startswith("Nothing to say yet")
+    assert watch.sentence.startswith("Nothing to report yet")
     train(watch)
     assert all(len(moment.rows) == 3 for moment in watch.history)
     assert str(watch).count("step ") >= 3
@@ -376,7 +376,7 @@ def test_the_history_and_its_picture(tmp_path):
     assert (tmp_path / "history.png").read_bytes().startswith(PNG)
 
 
-def test_the_drift_in_words():
+def test_the_sentence_about_drift():
     watch = ProbeEvery(10, draws=8)
     assert watch._recent.maxlen == 2
     task = Task(batches=2)
@@ -385,7 +385,7 @@ def test_the_drift_in_words():
         best = Best("MinNorm()", size, 1.5, 1.2, 2.0, 0.9, 0.99, ())
         watch.history.append(microclip.probing.Moment(step, found.rows, best, ""))
     assert watch.sentence.startswith(
-        "First came b = 1 at step 9, then b = 4 from step 19 to 29; in 3 of 3 probes"
+        "Ranked first: b = 1 at step 9, then b = 4 from step 19 to 29; in 3 of 3 probes"
     )
     assert "race the two or three sizes" in watch.sentence
 
@@ -439,7 +439,7 @@ def test_the_command(folder, capsys):
         ("probe_tasks_here:meany", "", "one loss per example"),
         ("not_there_at_all:x", "", "No module named 'not_there_at_all'"),
         ("probe_tasks_here:good", "--rules Max", "There is no rule 'Max'; there are Automatic"),
-        ("probe_tasks_here:good", "--rules 1+", "'1\\+' is no rule"),
+        ("probe_tasks_here:good", "--rules 1+", "'1\\+' is not a rule"),
         ("probe_tasks_here:good", "--sizes 99", "must not be larger than B = 16"),
     ],
 )
@@ -456,10 +456,10 @@ def test_a_task_must_have_a_colon(capsys):
     assert "task must be written as module:function" in error
 
 
-def test_rules_as_they_are_written():
-    assert find_rule("Unit") == Unit()
-    assert find_rule("Quantile(0.25)") == Quantile(0.25)
-    assert find_rule("Median(rescale=True)") == Median(rescale=True)
+def test_rules_as_text():
+    assert parse_rule("Unit") == Unit()
+    assert parse_rule("Quantile(0.25)") == Quantile(0.25)
+    assert parse_rule("Median(rescale=True)") == Median(rescale=True)
     for text in ("__import__('os')", "Rule", "rules.Unit"):
         with pytest.raises(ValueError, match="There is no rule"):
-            find_rule(text)
+            parse_rule(text)

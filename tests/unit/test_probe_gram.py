@@ -1,4 +1,4 @@
-"""The Gram matrix against gradients written out: the whole zoo, batches, budgets, errors."""
+"""The Gram matrix against materialized gradients: the whole zoo, batches, budgets, errors."""
 
 import pytest
 import torch
@@ -8,10 +8,10 @@ from torch.utils.checkpoint import checkpoint
 
 from microclip.microbatches import cut
 from microclip.probing import gram_of
-from microclip.probing.visit import one_by_one
+from microclip.probing.per_example import one_by_one
 
 import zoo
-from per_example import losses, written_out
+from per_example import losses, materialized
 
 DTYPES = {"float32": (torch.float32, 2e-6), "float64": (torch.float64, 1e-13)}
 NAMES = [name for name in zoo.MODELS if name != "cnn_batchnorm"]
@@ -25,13 +25,13 @@ def error(found, rows):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", NAMES)
-def test_it_is_that_of_the_gradients_written_out(name, dtype):
+def test_it_equals_that_of_materialized_gradients(name, dtype):
     kind, tolerance = DTYPES[dtype]
     case = zoo.case(name, kind)
     found = gram_of(case.model, losses(case), [case.batch])
     assert found.matrix.dtype == torch.float64
     assert torch.equal(found.matrix, found.matrix.mT)
-    assert error(found.matrix, written_out(case)) < tolerance
+    assert error(found.matrix, materialized(case)) < tolerance
     slow = "one example at a time" in "".join(found.notes)
     assert slow == (name in zoo.CANNOT_FUSE), found.notes
 
@@ -44,7 +44,7 @@ def test_several_batches_and_any_budget(name, budget):
     case = zoo.case(name, torch.float64)
     parts = [case.batch, cut(case.batch, 3)[1].batch, cut(case.batch, 5)[0].batch, case.batch]
     found = gram_of(case.model, losses(case), parts, memory_budget=budget)
-    rows = written_out(case)
+    rows = materialized(case)
     order = [*range(7), 3, 4, 5, *range(5), *range(7)]
     assert found.sizes == (7, 3, 5, 7)
     assert error(found.matrix, rows[order]) < 1e-13
@@ -52,9 +52,9 @@ def test_several_batches_and_any_budget(name, budget):
 
 def test_a_layer_too_large_for_a_block_is_taken_in_parts(monkeypatch):
     case = zoo.case("hf_gpt2", torch.float64)
-    monkeypatch.setattr("microclip.probing.totals.BLOCK_BYTES", 500)
+    monkeypatch.setattr("microclip.probing.gram.BLOCK_BYTES", 500)
     found = gram_of(case.model, losses(case), [case.batch])
-    assert error(found.matrix, written_out(case)) < 1e-13
+    assert error(found.matrix, materialized(case)) < 1e-13
 
 
 def test_gradients_one_by_one_are_the_same_in_portions():
@@ -67,7 +67,7 @@ def test_gradients_one_by_one_are_the_same_in_portions():
 
 
 def test_rows_longer_than_the_weight_and_single_rows_agree():
-    """A linear layer is done by pairs of rows or by written-out gradients: the same either way."""
+    """A linear layer is done by pairs of rows or by materialized gradients: both give the same."""
     for places, width in ((1, 40), (30, 3)):
         layer = nn.Linear(width, width).double()
         x = torch.randn(6, places, width, dtype=torch.float64)
@@ -80,7 +80,7 @@ def test_rows_longer_than_the_weight_and_single_rows_agree():
 
 
 class Noisy(nn.Module):
-    """Dropout, a buffer that counts calls, and noise that nothing can hold still."""
+    """Dropout, a buffer that counts calls, and noise that cannot be disabled."""
 
     def __init__(self):
         super().__init__()
@@ -143,7 +143,7 @@ def test_revisited_batches_see_the_same_dropout():
         torch.manual_seed(2)
         gram = gram_of(model, lambda x: model(x).squeeze(1), batches, memory_budget=budget)
         found.append(gram.matrix)
-        # positive semi-definite: all blocks are of one and the same set of gradients
+        # positive semi-definite: all blocks come from the same gradients
         assert torch.linalg.eigvalsh(gram.matrix).min() > -1e-9
     assert torch.allclose(*found, rtol=1e-12)
 
@@ -191,19 +191,19 @@ def test_batchnorm_mixes_examples():
     case.model.eval()
     try:
         found = gram_of(case.model, losses(case), [case.batch])
-        assert error(found.matrix, written_out(case)) < 1e-13
+        assert error(found.matrix, materialized(case)) < 1e-13
     finally:
         case.model.train()
 
 
-def test_a_loss_that_depends_on_the_neighbours_is_refused():
-    """As in-batch negatives do."""
+def test_a_loss_that_depends_on_its_neighbors_is_refused():
+    """Such as in-batch negatives."""
 
     def contrastive(x):
         h = LAYER.weight * x
         return F.cross_entropy(h @ h.T, torch.arange(len(x)), reduction="none")
 
-    with pytest.raises(ValueError, match="changes with its neighbours"):
+    with pytest.raises(ValueError, match="changes with its neighbors"):
         gram_of(LAYER, contrastive, [torch.randn(8, 3)])
 
 
@@ -226,7 +226,7 @@ class TurnsGradients(torch.autograd.Function):
 
 
 def test_what_a_single_pass_gets_wrong_is_noticed():
-    """Each loss is right, but gradients change places on their way back."""
+    """Each loss is right, but the gradients are permuted in the backward pass."""
     layer = nn.Linear(3, 1).double()
     x = torch.randn(8, 3, dtype=torch.float64)
 
@@ -234,7 +234,7 @@ def test_what_a_single_pass_gets_wrong_is_noticed():
         return TurnsGradients.apply(layer(x)).squeeze(1).square()
 
     found = gram_of(layer, turned, [x])
-    assert "A single pass gives inner products that are wrong by" in found.notes[0]
+    assert "A single pass gives inner products that are off by" in found.notes[0]
     assert error(found.matrix, by_hand(layer, turned, x)) < 1e-13
 
 
@@ -262,7 +262,7 @@ def _one_rank():
 
 
 @pytest.mark.usefixtures("_one_rank")
-def test_ranks_are_not_left_waiting():
+def test_distributed_models_are_refused():
     wrapped = nn.parallel.DistributedDataParallel(nn.Linear(3, 1))
     batches = [torch.randn(8, 3)]
     with pytest.raises(ValueError, match="Probe model.module"):

@@ -1,4 +1,4 @@
-"""Steps simulated from the Gram matrix against steps of written-out gradients, for every b."""
+"""Steps simulated from the Gram matrix against steps of materialized gradients, for every b."""
 
 import math
 from functools import cache
@@ -9,13 +9,12 @@ import torch
 from microclip import Clipper
 from microclip.microbatches import cut as cut_batch
 from microclip.probing import gram_of
-from microclip.probing.merit import interval, judge_all
-from microclip.probing.regroup import Draws, clip, cut, judge
-from microclip.probing.sampling import Pool, draws_from
+from microclip.probing.efficiency import interval, simulate
+from microclip.probing.regroup import Draws, Pool, clip, cut, draws_from, weigh
 from microclip.rules import Automatic, Fixed, Mean, Median, MinNorm, Quantile, Rule, Unit, apply
 
 import zoo
-from per_example import losses, written_out
+from per_example import losses, materialized
 
 TOLERANCES = {torch.float32: 1e-5, torch.float64: 1e-11}
 MODELS = (
@@ -28,12 +27,12 @@ RULES = [MinNorm(), Unit(), Median(), Mean(rescale=True), Quantile(0.3), Fixed(0
 @cache
 def gradients(name, dtype):
     case = zoo.case(name, dtype)
-    return gram_of(case.model, losses(case), [case.batch]).matrix, written_out(case)
+    return gram_of(case.model, losses(case), [case.batch]).matrix, materialized(case)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize("name", MODELS)
-def test_norms_weights_and_products_are_those_of_written_out_gradients(name, dtype):
+def test_norms_weights_and_products_equal_those_of_materialized_gradients(name, dtype):
     matrix, rows = gradients(name, dtype)
     tolerance = TOLERANCES[dtype]
     order = torch.tensor([[4, 0, 6, 2, 5], [1, 3, 2, 0, 6]])
@@ -80,7 +79,7 @@ def test_a_simulated_step_is_the_clippers(b):
 
 
 def test_by_hand():
-    """Gradients (3, 0), (0, 4), and held out (1, 1): 3-4-5 all the way."""
+    """Gradients (3, 0) and (0, 4), and (1, 1) held out: a 3-4-5 triangle."""
     rows = torch.tensor([[3.0, 0.0], [0.0, 4.0], [1.0, 1.0]], dtype=torch.float64)
     draws = Draws.of(
         rows @ rows.T, torch.tensor([[0, 1]]), torch.tensor([[0.0, 0.0, 1.0]], dtype=torch.float64)
@@ -96,7 +95,7 @@ def test_by_hand():
     assert both.square.item() == pytest.approx(6.25)
 
 
-def test_signal_leaves_an_example_s_product_with_itself_out():
+def test_signal_excludes_the_product_of_an_example_with_itself():
     """Gradients 1, 2, 6: pairs give (2 + 6 + 12) / 3."""
     rows = torch.tensor([[1.0], [2.0], [6.0], [0.0]], dtype=torch.float64)
     held_out = torch.tensor([[1.0, 1.0, 1.0, 0.0]], dtype=torch.float64) / 3
@@ -106,12 +105,12 @@ def test_signal_leaves_an_example_s_product_with_itself_out():
 
 
 @pytest.mark.parametrize("rule", RULES, ids=repr)
-def test_rules_are_asked_row_by_row(rule):
+def test_rules_are_applied_row_by_row(rule):
     norms = torch.rand(20, 6, dtype=torch.float64)
     norms[3, 2] = 0.0
     norms[4] = 0.0
     sizes = torch.tensor([4.0, 4, 4, 4, 4, 1], dtype=torch.float64)
-    weights, bounds = judge(rule, norms, sizes)
+    weights, bounds = weigh(rule, norms, sizes)
     for row in range(20):
         verdict = apply(rule, norms[row], sizes, "propagate")
         assert torch.equal(weights[row], verdict.weights)
@@ -119,7 +118,7 @@ def test_rules_are_asked_row_by_row(rule):
 
 
 class ReadsValues(Rule):
-    """A rule that cannot be vectorised: it looks at its numbers on the host."""
+    """A rule that cannot be vectorized: it reads its numbers on the host."""
 
     def weights(self, norms, sizes):
         smallest = min(norm for norm in norms.tolist() if not math.isnan(norm))
@@ -129,7 +128,7 @@ class ReadsValues(Rule):
 def test_rules_that_read_values_work_too():
     norms = torch.rand(9, 5, dtype=torch.float64) + 0.1
     sizes = torch.ones(5, dtype=torch.float64)
-    found, wanted = judge(ReadsValues(), norms, sizes), judge(MinNorm(), norms, sizes)
+    found, wanted = weigh(ReadsValues(), norms, sizes), weigh(MinNorm(), norms, sizes)
     assert torch.allclose(found[0], wanted[0])
     assert torch.allclose(found[1], wanted[1])
 
@@ -164,11 +163,11 @@ def population(examples, generator, draggers=0.2, noise=5.0, length=20.0, width=
 def judged(rows, batch_size, sizes, seed=0):
     generator = torch.Generator().manual_seed(seed)
     pool = Pool(len(rows), batch_size)
-    return judge_all(rows @ rows.T, pool, sizes, {"min": MinNorm()}, 128, 400, generator)
+    return simulate(rows @ rows.T, pool, sizes, {"min": MinNorm()}, 128, 400, generator)
 
 
 def test_eff_is_that_of_the_population():
-    """From few examples, on average and within the intervals, what very many say directly."""
+    """Few examples give on average, and within intervals, what very many give directly."""
     generator = torch.Generator().manual_seed(3)
     along, square = dict.fromkeys((1, 4, 32), 0.0), dict.fromkeys((1, 4, 32), 0.0)
     for _ in range(2000):
@@ -183,11 +182,11 @@ def test_eff_is_that_of_the_population():
     inside, estimates = 0, {1: [], 4: []}
     for seed in range(15):
         found = judged(population(256, generator), 32, [1, 4, 32], seed)
-        assert found.facts["min", 32].gain == pytest.approx(1.0, abs=1e-9)
+        assert found.stats["min", 32].gain == pytest.approx(1.0, abs=1e-9)
         for b, values in estimates.items():
-            facts = found.facts["min", b]
-            values.append(facts.gain)
-            low, high = interval(facts.gains)
+            stats = found.stats["min", b]
+            values.append(stats.gain)
+            low, high = interval(stats.gains)
             inside += low <= eff[b] / eff[32] <= high
     assert inside >= 26  # of 30, at 95 %
     for b, values in estimates.items():
@@ -198,35 +197,35 @@ def test_eff_is_that_of_the_population():
 def test_without_draggers_and_with_equal_norms_no_size_matters():
     generator = torch.Generator().manual_seed(0)
     found = judged(population(128, generator, draggers=0.0), 32, [1, 4, 32])
-    assert found.facts["min", 1].gain == pytest.approx(1.0, abs=0.05)
-    assert found.facts["min", 4].gain == pytest.approx(1.0, abs=0.05)
+    assert found.stats["min", 1].gain == pytest.approx(1.0, abs=0.05)
+    assert found.stats["min", 4].gain == pytest.approx(1.0, abs=0.05)
 
 
 def test_a_scale_of_all_gradients_changes_nothing():
     generator = torch.Generator().manual_seed(0)
     rows = population(128, generator)
-    one, other = (judged(k * rows, 32, [2, 8]).facts["min", 2] for k in (1.0, 1e-6))
+    one, other = (judged(k * rows, 32, [2, 8]).stats["min", 2] for k in (1.0, 1e-6))
     assert one.gain == pytest.approx(other.gain, rel=1e-9)
     assert one.efficiency == pytest.approx(other.efficiency, rel=1e-9)
     assert one.bound == pytest.approx(1e6 * other.bound, rel=1e-9)
 
 
-def test_facts_by_hand():
-    """Orthogonal gradients of norms 1 and 2, alternating: what MinNorm does is known."""
+def test_stats_by_hand():
+    """Orthogonal gradients of norms 1 and 2, alternating: the effect of MinNorm is known."""
     rows = torch.eye(40, dtype=torch.float64)
     rows[20:] *= 2
     held = torch.arange(40).remainder(20) >= 10  # 10 of each kind make the steps
     generator = torch.Generator().manual_seed(0)
     pool = Pool(40, 20, held)
-    found = judge_all(rows @ rows.T, pool, [1], {"min": MinNorm()}, 16, 16, generator)
-    facts = found.facts["min", 1]
-    assert facts.bound == 1.0
-    assert facts.bound_spread == 0.0
-    assert facts.mean_weight == pytest.approx(0.75)
-    assert facts.effective_sample_size == pytest.approx(20 * 0.75**2 / ((1 + 0.25) / 2))
-    assert facts.norms.tolist() == [1.0, 1.0, 2.0]
+    found = simulate(rows @ rows.T, pool, [1], {"min": MinNorm()}, 16, 16, generator)
+    stats = found.stats["min", 1]
+    assert stats.bound == 1.0
+    assert stats.bound_spread == 0.0
+    assert stats.mean_weight == pytest.approx(0.75)
+    assert stats.effective_sample_size == pytest.approx(20 * 0.75**2 / ((1 + 0.25) / 2))
+    assert stats.norms.tolist() == [1.0, 1.0, 2.0]
     assert found.signal == pytest.approx(0.0)
-    assert facts.alignment == 0.0
+    assert stats.alignment == 0.0
 
 
 def test_intervals_do_not_hide_what_is_unknown():

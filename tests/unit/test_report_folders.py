@@ -1,4 +1,4 @@
-"""Run folders: what is written and read, what is refused, and what files of examples may be."""
+"""Run folders: writing and reading them, what is refused, and the files of examples."""
 
 import base64
 import json
@@ -11,14 +11,12 @@ import pytest
 import microclip
 from microclip.cli import main
 from microclip.report import RunFolder
-from microclip.report.assemble import investigate
 from microclip.report.blocks import Gallery, Page, Paragraph, Section
 from microclip.report.examples import read_examples
-from microclip.report.media import LARGEST_FILE, LeftOutError, Room
+from microclip.report.media import LARGEST_FILE, ByteBudget, LeftOutError, png
 from microclip.report.page import LARGEST_PAGE, render
-from microclip.report.png import png
 from microclip.report.runs import RunError, read_run
-from microclip.report.write import write_page
+from microclip.report.write import read_findings, write_page
 
 from report_runs import EXAMPLES, blocks, described, ledger, page_of, said, tone
 
@@ -57,7 +55,7 @@ def test_a_run_that_goes_back_replaces_what_came_after(tmp_path):
         run.log(step, loss=step)
     again = RunFolder(tmp_path)
     again.log(20, loss=0.5)
-    again.log(15, other=1)  # out of order, which is nobody's fault
+    again.log(15, other=1)  # out of order, which is fine
     assert read_run(tmp_path).metrics == {"loss": {10: 10.0, 20: 0.5}, "other": {15: 1.0}}
 
 
@@ -72,12 +70,10 @@ def test_a_torn_line_is_ignored_and_what_comes_after_it_is_not_lost(tmp_path):
     run.log(3, loss=3)
     found = read_run(tmp_path)
     assert found.metrics == {"loss": {1: 1.0, 3: 3.0}}
-    assert found.notes == (
-        "1 lines of metrics.jsonl are no metrics of a step, and were passed over.",
-    )
+    assert found.notes == ("Skipped 1 line of metrics.jsonl that could not be read as metrics.",)
 
 
-def test_odd_metrics_are_passed_over(tmp_path):
+def test_odd_metrics_are_skipped(tmp_path):
     run = RunFolder(tmp_path)
     run.log(0, loss=float("nan"), other=float("inf"), good=1)
     with (tmp_path / "metrics.jsonl").open("a") as file:
@@ -110,7 +106,7 @@ def test_writers_refuse_with_the_value(call, message, tmp_path):
         call(RunFolder(tmp_path))
 
 
-def test_files_of_examples_have_harmless_names(tmp_path):
+def test_files_of_examples_have_safe_names(tmp_path):
     run = RunFolder(tmp_path / "run")
     ids = ["../../evil", "/etc/passwd", "a/b", "", ".", "..", "x" * 500, "nul\0", 17, "\ud800"]
     for one in ids:
@@ -123,7 +119,7 @@ def test_files_of_examples_have_harmless_names(tmp_path):
     assert all(re.fullmatch(r"[A-Za-z0-9_-]+\.png", name) for name in names)
 
 
-def test_pictures_are_what_was_drawn():
+def test_pictures_have_the_right_pixels():
     matplotlib = pytest.importorskip("matplotlib.image")
     import io
 
@@ -146,12 +142,12 @@ def test_pictures_are_what_was_drawn():
         ("[" * 100_000, "is damaged"),
         ("[]", 'does not say "format": "microclip-run"'),
         ('{"format": "other"}', 'does not say "format": "microclip-run"'),
-        ('{"format": "microclip-run", "version": 2}', "is of version 2, but this microclip reads"),
+        ('{"format": "microclip-run", "version": 2}', "has version 2, but this microclip reads"),
         (
             '{"format": "microclip-run", "version": 1, "microbatch_size": "4"}',
-            'must say a positive microbatch_size, or null for plain training, but says "4".',
+            'must be a positive integer, or null for plain training, but is "4".',
         ),
-        ('{"format": "microclip-run", "version": 1}', "is empty: it has no ledger, and no metric"),
+        ('{"format": "microclip-run", "version": 1}', "is empty: it has no ledger and no metric"),
         (" " * 16_000_001, "is longer than 16,000,000 bytes"),
     ],
 )
@@ -167,7 +163,7 @@ def test_a_run_that_cannot_be_read_is_an_error(content, message, tmp_path, capsy
     assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
 
 
-def test_folders_that_are_no_runs(tmp_path):
+def test_folders_that_are_not_runs(tmp_path):
     (tmp_path / "file").write_text("")
     (tmp_path / "empty").mkdir()
     for name, message in (
@@ -179,28 +175,28 @@ def test_folders_that_are_no_runs(tmp_path):
             read_run(tmp_path / name)
 
 
-def test_ledgers_that_are_not_all_there(tmp_path):
+def test_incomplete_ledgers(tmp_path):
     path = ledger(tmp_path / "ledger")
     part = next((path / "examples").glob("*.parquet"))
     moved = part.rename(tmp_path / "aside")
-    with pytest.raises(ValueError, match="A part of the ledger .* was deleted"):
-        investigate([path])
+    with pytest.raises(ValueError, match="Part of the ledger .* was deleted"):
+        read_findings([path])
     moved.rename(part)
-    assert investigate([path]).dossiers
+    assert read_findings([path]).data
     said_by_manifest = json.loads((path / "ledger.json").read_text())
     (path / "ledger.json").write_text(json.dumps(said_by_manifest | {"version": 9}))
-    with pytest.raises(ValueError, match="is of version 9"):
-        investigate([path])
+    with pytest.raises(ValueError, match="has version 9"):
+        read_findings([path])
     (path / "ledger.json").unlink()
     with pytest.raises(ValueError, match=r"ledger.json is missing"):
-        investigate([path])
+        read_findings([path])
 
 
 def test_an_empty_ledger_is_noted_beside_metrics_and_an_error_alone(tmp_path):
     run = RunFolder(tmp_path / "run")
     microclip.Ledger(run.ledger).close()
     with pytest.raises(ValueError, match="is empty: no step has been written yet"):
-        investigate([run.path])
+        read_findings([run.path])
     run.log(1, loss=1)
     assert "Its ledger is empty" in said(page_of(run.path))
 
@@ -213,13 +209,13 @@ def test_a_bare_ledger_is_a_run(tmp_path):
         assert [section.title for section in page.sections] == [
             "Learning curves",
             "What clipping did",
-            "Who is suppressed?",
-            "Who drags?",
+            "Held back most",
+            "Which examples drag?",
             "Scores",
             "What was run",
         ]
-        assert "there is a ledger, and no run.json" in said(page)
-        assert "the losses are those of the ledger" in said(page)
+        assert "there is a ledger, but no run.json" in said(page)
+        assert "these losses are from the ledger" in said(page)
 
 
 # --------------------------------------------------------------------------- examples and media
@@ -232,10 +228,10 @@ def test_unknown_ids_are_noted(tmp_path):
         file.write('{"id": null}\n{"id": [1]}\nnonsense\n{"id": 1, "kind": "text"')
     page = page_of(run.path)
     assert "1 ids in examples.jsonl are not in the ledger, for instance '9999'" in said(page)
-    assert "3 lines of examples.jsonl describe no example" in said(page)
+    assert "Skipped 3 lines of examples.jsonl" in said(page)
 
 
-def test_the_last_word_on_an_example_counts(tmp_path):
+def test_a_later_description_of_an_example_wins(tmp_path):
     run = RunFolder(tmp_path)
     run.example(1, text="first", label="a")
     run.example(1, text="second", label="b", truth="c")
@@ -260,7 +256,7 @@ def test_nothing_outside_the_run_is_read(tmp_path):
     (run / "round").symlink_to("round")
     (run / "fine.png").symlink_to("inside.png")
     os.mkfifo(run / "pipe")
-    room = Room(10_000)
+    budget = ByteBudget(10_000)
     for name in (
         "../secret.png",
         str(secret),
@@ -278,10 +274,10 @@ def test_nothing_outside_the_run_is_read(tmp_path):
         "file:///etc/passwd",
     ):
         with pytest.raises(LeftOutError):
-            room.embed(run, name, "image")
-    assert room.left == 10_000
+            budget.embed(run, name, "image")
+    assert budget.left == 10_000
     for name in ("inside.png", "fine.png", "./inside.png"):
-        uri = room.embed(run, name, "image").uri
+        uri = budget.embed(run, name, "image").uri
         assert base64.b64decode(uri.split(",")[1]) == png([[2]])
     for name in ("run.json", "metrics.jsonl"):
         folder = tmp_path / name.replace(".", "-")
@@ -312,15 +308,17 @@ def test_files_are_what_their_bytes_say(content, kind, mime, tmp_path):
     (tmp_path / "a.png").write_bytes(content)
     if mime is None:
         with pytest.raises(LeftOutError):
-            Room(10**7).embed(tmp_path, "a.png", kind)
+            ByteBudget(10**7).embed(tmp_path, "a.png", kind)
     else:
-        assert Room(10**7).embed(tmp_path, "a.png", kind).uri.startswith(f"data:{mime};base64,")
+        assert (
+            ByteBudget(10**7).embed(tmp_path, "a.png", kind).uri.startswith(f"data:{mime};base64,")
+        )
 
 
 def test_small_images_are_enlarged_pixel_by_pixel(tmp_path):
     for size, pixelated in ((8, True), (96, True), (97, False)):
         (tmp_path / "a.png").write_bytes(png(np.zeros((size, size))))
-        assert Room(10**6).embed(tmp_path, "a.png", "image").pixelated is pixelated
+        assert ByteBudget(10**6).embed(tmp_path, "a.png", "image").pixelated is pixelated
 
 
 def test_a_page_that_is_full_says_so(tmp_path):
@@ -332,7 +330,7 @@ def test_a_page_that_is_full_says_so(tmp_path):
     page = page_of(run.path)
     (gallery,) = blocks(page, Gallery)
     assert 1 <= sum(bool(tile.uri) for tile in gallery.tiles) < EXAMPLES
-    assert "the page is full" in gallery.tiles[-1].note
+    assert "size limit" in gallery.tiles[-1].note
     assert "of the files could not be shown" in said(page)
     assert 6_000_000 < len(render(page)) < LARGEST_PAGE
 

@@ -7,8 +7,7 @@ import pytest
 from playwright.sync_api import Browser, Page
 
 from microclip.report import RunFolder
-from microclip.report.assemble import assemble, investigate
-from microclip.report.write import write_page
+from microclip.report.write import assemble, read_findings, write_page
 
 from browsers import chromium, needs_a_browser
 from report_runs import EXAMPLES, described, ledger, sweep
@@ -20,7 +19,7 @@ pytestmark = needs_a_browser
 
 
 class Watched:
-    """A page, and all that it does which it should not."""
+    """A page, with a record of everything it should not do."""
 
     def __init__(self, page: Page) -> None:
         self.page = page
@@ -50,13 +49,13 @@ def everything(tmp_path_factory):
     folder = tmp_path_factory.mktemp("everything")
     runs = [*sweep(folder / "sweep"), described(folder / "watched").path]
     path = folder / "page.html"
-    write_page(assemble(investigate(runs), "All there is"), path)
+    write_page(assemble(read_findings(runs), "All there is"), path)
     return path
 
 
 @pytest.fixture(scope="module")
 def hostile(tmp_path_factory):
-    """A page of data that would like to be more than data."""
+    """A page of data that tries to inject scripts and markup."""
     folder = tmp_path_factory.mktemp("hostile")
     run = RunFolder(
         folder / "run", name=HOSTILE, group=HOSTILE, settings={HOSTILE: HOSTILE}, command=HOSTILE
@@ -71,13 +70,13 @@ def hostile(tmp_path_factory):
     for step in (1, 2):
         other.log_all(step, {HOSTILE: step})
     path = folder / "page.html"
-    write_page(assemble(investigate([run.path, other.path]), HOSTILE), path)
+    write_page(assemble(read_findings([run.path, other.path]), HOSTILE), path)
     return path
 
 
 @pytest.fixture(scope="module")
 def seen(browser: Browser, everything):
-    """The page, opened once for all tests that only look."""
+    """The page, opened once for all tests that do not change it."""
     context = browser.new_context(viewport={"width": 1100, "height": 900}, color_scheme="light")
     yield look_at(context.new_page(), everything)
     context.close()
@@ -117,7 +116,7 @@ def test_it_opens_without_complaint_and_draws_every_figure(everything, seen):
     assert seen.complaints == []
 
 
-def test_it_may_not_reach_for_anything(everything, opened):
+def test_it_can_load_nothing_and_run_no_other_script(everything, opened):
     seen = opened(everything)
     policy = seen.page.locator("meta[http-equiv=Content-Security-Policy]").get_attribute("content")
     assert policy.startswith("default-src 'none'; script-src 'sha256-")
@@ -227,7 +226,7 @@ def luminance(colour: str) -> float:
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
-PAIRS = {  # texts, and what they stand on
+PAIRS = {  # texts and their backgrounds
     "body": "body",
     ".note": "body",
     "figcaption": "body",
@@ -257,17 +256,17 @@ def test_themes_follow_the_system_and_the_button(everything, opened):
     assert white == ("rgb(255, 255, 255)", "rgb(31, 35, 40)")
     assert black == ("rgb(22, 25, 29)", "rgb(230, 232, 235)")
     for theme in (light, dark):
-        assert min(contrasts(theme).values()) >= 4.5, contrasts(theme)  # what WCAG AA asks for
-    light.page.get_by_role("button", name="Use dark colours").click()
-    dark.page.get_by_role("button", name="Use light colours").click()
+        assert min(contrasts(theme).values()) >= 4.5, contrasts(theme)  # required by WCAG AA
+    light.page.get_by_role("button", name="Use dark colors").click()
+    dark.page.get_by_role("button", name="Use light colors").click()
     assert (colours(light), colours(dark)) == (black, white)
-    dark.page.get_by_role("button", name="Use dark colours").click()
+    dark.page.get_by_role("button", name="Use dark colors").click()
     assert colours(dark) == black
     assert light.complaints == dark.complaints == []
 
 
 @pytest.mark.parametrize("name", ["everything", "hostile"])
-def test_a_phone_scrolls_in_one_direction(name, opened, request):
+def test_a_phone_scrolls_only_vertically(name, opened, request):
     seen = opened(request.getfixturevalue(name), width=390, height=844, has_touch=True)
     assert seen.ask("document.scrollingElement.scrollWidth") <= 390
     beyond = seen.ask(
@@ -310,7 +309,7 @@ def test_pictures_sounds_and_texts_are_shown(seen):
     assert seen.complaints == []
 
 
-def test_who_cannot_see_it_can_read_it(seen):
+def test_it_is_accessible(seen):
     assert seen.ask("document.documentElement.lang") == "en"
     levels = [
         int(level)
@@ -356,7 +355,7 @@ def test_hostile_data_is_shown_and_does_nothing(hostile, opened):
     assert seen.complaints == []
 
 
-def test_nothing_is_lost_without_scripts_but_the_figures(everything, browser):
+def test_without_scripts_only_the_figures_are_missing(everything, browser):
     context = browser.new_context(java_script_enabled=False)
     page = context.new_page()
     page.goto(everything.as_uri())

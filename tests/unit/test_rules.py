@@ -169,7 +169,7 @@ class TestOwnRule:
         Halve().load_state_dict({})
         with pytest.raises(NotImplementedError, match="Halve has no factor"):
             Halve().factor(vector(1))
-        with pytest.raises(ValueError, match=r"Halve carries no state.*\['seen'\]"):
+        with pytest.raises(ValueError, match=r"Halve has no state.*\['seen'\]"):
             Halve().load_state_dict({"seen": 1})
 
     def test_wrong_shape(self):

@@ -513,7 +513,7 @@ def test_skipped_microbatches_leave_their_traces_in_both_passes():
         x = torch.randn(SIZE, 3)
         x[2] = torch.inf
         clipper = Clipper(model, B, engine=engine, nonfinite="skip")
-        with pytest.warns(RuntimeWarning, match="Left 1 of 3"):
+        with pytest.warns(RuntimeWarning, match="Skipped 1 of 3"):
             clipper.backward(lambda x, model=model: model.losses(x).mean(), x)
         results.append((model.layer.weight.grad, model.calls))
     torch.testing.assert_close(results[0][0], results[1][0])

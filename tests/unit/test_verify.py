@@ -1,4 +1,4 @@
-"""Single passes check themselves: when, at what cost, and what happens if one is wrong."""
+"""Checks of single passes: when, at what cost, and what happens if one fails."""
 
 import random
 import warnings
@@ -18,7 +18,7 @@ from hidden import Hidden
 
 
 class Scaled(torch.autograd.Function):
-    """The right values, and gradients that depend on how many examples there are."""
+    """The right values, but gradients that depend on the number of examples."""
 
     @staticmethod
     def forward(ctx, x):
@@ -30,7 +30,7 @@ class Scaled(torch.autograd.Function):
 
 
 class Mixing(nn.Module):
-    """Mixes examples where no tensor shows it, once it is told to."""
+    """Mixes examples invisibly once it is told to."""
 
     def __init__(self):
         super().__init__()
@@ -62,7 +62,7 @@ class TestMismatch:
     @pytest.mark.parametrize("engine", ["fused", "auto"])
     @pytest.mark.parametrize("starts", [1, 2, 5])
     def test_redone_with_a_warning_and_given_up(self, engine, starts):
-        """Whether it is so from the start, at a step that is checked, or with a new function."""
+        """From the start, at a step that is checked, or with a new function."""
         torch.manual_seed(0)
         model = Mixing()
         clipper = Clipper(model, 2, engine=engine)
@@ -93,7 +93,7 @@ class TestMismatch:
         properties.assert_close(gradient(model), expected, 1e-5)
 
     def test_chunks(self):
-        """The first chunk is done again; that a later one is wrong is an error, and not again."""
+        """The first chunk is repeated; if a later one is wrong, that is an error."""
         model, x = Mixing(), torch.randn(8, 4)
         expected = wanted(model, x)
         clipper = Clipper(model, 2, engine="fused")
@@ -103,7 +103,7 @@ class TestMismatch:
         assert clipper.finish().engine == "stream"
         properties.assert_close(gradient(model), expected, 1e-5)
 
-    def test_nobody_looks(self):
+    def test_without_checks(self):
         model, x = Mixing(), torch.randn(8, 4)
         Clipper(model, 2, engine="fused", verify="never").backward(losses(model), x)
         assert (model.first.weight.grad - wanted(model, x)[0]).norm() > 1e-3
@@ -112,7 +112,7 @@ class TestMismatch:
 class TestWhen:
     def checked(self, model, verify, steps=20, b=1, before=None):
         """Return the steps at which a micro-batch was differentiated alone."""
-        hidden, found = Hidden(), []  # a list would be put back
+        hidden, found = Hidden(), []  # a plain list would be restored by the snapshot
 
         def loss_fn(x):
             hidden.calls.append(len(x))
@@ -195,7 +195,7 @@ class TestLeavesNoTrace:
         assert torch.equal(numbers, again)
 
     def test_a_wrong_guess(self):
-        """As many positions as examples: the pass is repeated, and its first try leaves nothing."""
+        """As many positions as examples: the pass is repeated; the first leaves no trace."""
 
         class Positions(nn.Module):
             def __init__(self):
@@ -219,13 +219,13 @@ class TestLeavesNoTrace:
         assert torch.equal(torch.get_rng_state(), state)
         properties.assert_close(gradient(model), expected, 1e-5)
 
-    def test_dropout_is_held_still_and_mixing_found_beside_it(self):
+    def test_dropout_is_disabled_and_mixing_found_despite_it(self):
         model = nn.Sequential(nn.Dropout(0.5), Mixing())
         x = torch.randn(8, 4)
         with pytest.warns(RuntimeWarning, match="parameter '1.first"):
             Clipper(model, 2, engine="fused").backward(losses(model), x)
 
-    def test_noise_that_cannot_be_held_still_says_nothing(self):
+    def test_noise_that_cannot_be_disabled_proves_nothing(self):
         model = nn.Linear(4, 2)
         clipper = Clipper(model, 2, engine="fused")
 
@@ -236,7 +236,7 @@ class TestLeavesNoTrace:
             assert clipper.backward(loss_fn, torch.randn(8, 4)).engine == "fused"
 
     def test_the_users_batch_is_not_changed_by_checks(self):
-        """A loss function that edits its batch edits it once."""
+        """A loss function that edits its batch does so only once."""
         model, fresh = nn.Linear(4, 2), torch.randn(8, 4)
 
         def loss_fn(x):
@@ -250,7 +250,7 @@ class TestLeavesNoTrace:
             assert clipper.backward(loss_fn, x).engine == "fused"
             assert torch.equal(x, fresh + 1)
 
-    def test_examples_that_cannot_be_alone(self):
+    def test_models_that_need_several_examples(self):
         model = nn.Linear(4, 2)
 
         def loss_fn(x):
@@ -261,12 +261,12 @@ class TestLeavesNoTrace:
         clipper = Clipper(model, 2, engine="fused")
         with pytest.warns(RuntimeWarning, match="cannot be checked.*too few"):
             assert clipper.backward(loss_fn, torch.randn(8, 4)).engine == "fused"
-        clipper.backward(loss_fn, torch.randn(8, 4))  # without a word
+        clipper.backward(loss_fn, torch.randn(8, 4))  # without a warning
 
 
 class TestComparison:
     def test_small_parameters_count(self):
-        """An error of 2 % in a parameter whose gradient is 1e-4 of the whole's."""
+        """An error of 2 % in a parameter that has 1e-4 of the whole gradient."""
         comparison = Comparison()
         large, small = torch.ones(1000), torch.full((10,), 1e-3)
         comparison.add("large", large, large)

@@ -1,6 +1,7 @@
-"""The laboratory of microclip: training recipes, sweeps, the paper's theory and its reproduction.
+"""Experiments with microclip: training recipes, sweeps, the paper's theory and its reproduction.
 
-It uses the library's public surface only, and adds commands to `microclip`.
+Uses only the library's public API, and adds the commands `train`, `sweep`, `theory` and
+`reproduce` to `microclip`.
 """
 
 __version__ = "0.1.0.dev1"

@@ -1,4 +1,4 @@
-"""The commands that the laboratory adds to `microclip`. Imports nothing heavy."""
+"""The commands that the lab adds to `microclip`. Imports nothing heavy."""
 
 from microclip.cli import Command
 
@@ -9,7 +9,7 @@ NEEDS = (
 INSTALL = "microclip-lab"
 
 TRAIN = Command(
-    "train a speech, vision or language model, or your own",
+    "train a vision, speech or language model, or your own",
     "microclip_lab.training.command:train",
     resumes=True,
     needs=NEEDS,
@@ -23,7 +23,7 @@ SWEEP = Command(
     install=INSTALL,
 )
 REPRODUCE = Command(
-    "the paper's experiments at a small scale, and what holds",
+    "rerun the paper's experiments at a small scale and check its claims",
     "microclip_lab.reproduction.command:reproduce",
     "microclip_lab.reproduction.config:ReproduceConfig",
     resumes=True,

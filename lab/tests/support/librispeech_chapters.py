@@ -3,7 +3,7 @@
 import numpy as np
 import soundfile
 
-from microclip_lab.speech.sound import SAMPLING_RATE
+from microclip_lab.speech.features import SAMPLING_RATE
 
 
 def tone(seconds=0.5, rate=SAMPLING_RATE, pitch=440.0):

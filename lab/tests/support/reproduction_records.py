@@ -5,10 +5,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from microclip_lab.reproduction.jobs import Job
-from microclip_lab.reproduction.records import Record
+from microclip_lab.reproduction.records import Job, Record
 from microclip_lab.reproduction.study import Study
-from microclip_lab.reproduction.tasks import INSIDE, tasks
+from microclip_lab.reproduction.tasks import SNAPSHOTS_AT, tasks
 
 MADE = {
     "python": "3.13.0",
@@ -142,9 +141,9 @@ def _made_up(study: Study, job: Job) -> Record:
         value = figure + (-change if lower else change)
         metrics |= _figures(task.name, prefix, value)
     moments = []
-    if arm.looks_inside and job.stage == "evaluation":
+    if arm.takes_snapshots and job.stage == "evaluation":
         b = int(arm.training.get("microbatch_size") or task.training.batch_size)
-        for place, look in enumerate(INSIDE):
+        for place, look in enumerate(SNAPSHOTS_AT):
             loss = 2.0 / (place + 1) + (0.2 if b == 1 else 0.0)
             ratio = 3 * b**-0.1 * math.exp(0.02 * draw.standard_normal())
             noise = 0.01 * draw.standard_normal()

@@ -11,11 +11,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from microclip_lab.reproduction.arms import PLAIN, Arm, clipped
 from microclip_lab.reproduction.command import run_missing
 from microclip_lab.reproduction.config import ReproduceConfig
 from microclip_lab.reproduction.study import Study
-from microclip_lab.reproduction.tasks import Task
+from microclip_lab.reproduction.tasks import PLAIN, Arm, Task, clipped
 
 from sweep_recipe import BATCH, Line
 

@@ -57,10 +57,10 @@ class Tiny(Recipe):
     def build(self, data):
         return nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Dropout(self.dropout), nn.Linear(8, 2))
 
-    def collate(self, examples, draws):
+    def collate(self, examples, rng):
         x = torch.stack([x for x, _ in examples])
-        if draws is not None:
-            x = x + self.jitter * torch.tensor(draws.normal(2), dtype=torch.float32)
+        if rng is not None:
+            x = x + self.jitter * torch.tensor(rng.normal(2), dtype=torch.float32)
         return {"x": x, "y": torch.tensor([y for _, y in examples])}
 
     def losses(self, model, batch):

@@ -1,9 +1,9 @@
 """Many ranks: one mini-batch over several processes, clipped as one process would clip it.
 
-`ranks` is what processes say to each other, `agreement` what they must have in common, `ddp` what
-DistributedDataParallel needs and `fsdp` what `fully_shard` needs. `outside` finds ranks that a
-Clipper was not told of, `collectives` losses that talk to them; `hook` is for those who keep their
-own `loss.backward()`. Everything else is as on one process: engines never know how many there are.
+`ranks` exchanges norms and gradients and checks that all ranks clip the same way. `ddp` handles
+DistributedDataParallel, `fsdp` handles `fully_shard`. `outer_wrapper` detects several ranks that
+the model does not show, `collectives` losses that communicate. `hook` is for plain
+`loss.backward()`. This package may import engines, never the other way round.
 """
 
 from typing import Any
@@ -12,7 +12,7 @@ __all__ = ["RankClip"]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "RankClip":  # not before it is asked for: it needs engines, and they need `ranks`
+    if name == "RankClip":  # imported on first use, so that importing the package stays cheap
         from microclip.distributed.hook import RankClip
 
         return RankClip

@@ -1,8 +1,8 @@
-"""Losses that talk to other ranks: a sum over all of them, gathered embeddings, SyncBatchNorm.
+"""Losses that communicate with other ranks: all-reduced sums, gathered embeddings, SyncBatchNorm.
 
-Every rank must then call `loss_fn` as often as the others, or they wait for each other forever. So
-there are no trials and no checks, which are each rank's own; ranks go micro-batch by micro-batch,
-and make sure beforehand that they have as many.
+Every rank must then call `loss_fn` equally often, or they wait for each other forever. So there are
+no trials and no checks, which each rank would make on its own; ranks go micro-batch by micro-batch
+and check beforehand that they have the same number. This module only detects such losses.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from microclip.distributed.outside import inside_error
+from microclip.distributed.outer_wrapper import inner_model_error
 from microclip.engines.losses import LossFn, communicates
 from microclip.engines.snapshot import Memory, Snapshot
 
 
-class Collectives:
-    """Finds out whether `loss_fn` communicates, the first time that it is called."""
+class LossCommunication:
+    """Detects whether `loss_fn` communicates, on its first call."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.found = ""  # the operation that was met first
+        self.found = ""  # the first operation that would have communicated
         self._model = model
         self._known: set[Any] = set()
 
     def run(self, fold: Callable[[LossFn], None], loss_fn: LossFn) -> bool:
-        """Fold, unless `loss_fn` communicates; return whether it was done.
+        """Fold unless `loss_fn` communicates; return whether it was done.
 
-        If not, nothing has been sent, and buffers and random numbers are as they were.
+        If not, nothing was sent, and buffers and random states are restored.
         """
         if self.found:
             return False
@@ -56,32 +56,32 @@ class Collectives:
 
 
 class _CommunicatesError(BaseException):
-    """Something is about to be sent; not an Exception, so that nobody takes it for a failure."""
+    """Something is about to be sent; a BaseException, so that it is not handled as a failure."""
 
 
 class _Watched:
-    """A loss function, watched while it is called for the first time."""
+    """A loss function whose first call is monitored."""
 
     def __init__(self, loss_fn: LossFn, model: nn.Module) -> None:
-        self.__wrapped__ = loss_fn  # for those who remember loss functions
+        self.__wrapped__ = loss_fn  # so that it is recognized as the same loss function
         self._model = model
         self._before: Snapshot | None = None
-        self._stranger: RuntimeError | None = None
+        self._error: RuntimeError | None = None
 
     def __call__(self, batch: Any) -> Tensor:
-        if self._stranger is not None:  # however often it is tried
-            raise self._stranger
+        if self._error is not None:  # also when the call is retried
+            raise self._error
         if self._before is not None:
             return self.__wrapped__(batch)
         self._before = Memory(self._model).snapshot(self.__wrapped__)
-        handle = register_module_forward_pre_hook(self._refuse_stranger)
+        handle = register_module_forward_pre_hook(self._refuse_unknown_wrapper)
         try:
             with _without_compiling(), _Interception():  # type: ignore[no-untyped-call]
                 return self.__wrapped__(batch)
         finally:
             handle.remove()
 
-    def _refuse_stranger(self, module: nn.Module, inputs: Any) -> None:
+    def _refuse_unknown_wrapper(self, module: nn.Module, inputs: Any) -> None:
         """Refuse a DDP wrapper outside the Clipper's model, which would average gradients."""
         if (
             isinstance(module, DistributedDataParallel)
@@ -91,23 +91,23 @@ class _Watched:
         ):
             mine = {id(parameter) for parameter in self._model.parameters()}
             inside = any(id(parameter) in mine for parameter in module.parameters())
-            self._stranger = inside_error() if inside else _stranger_error(module)
-            raise self._stranger
+            self._error = inner_model_error() if inside else _unknown_wrapper_error(module)
+            raise self._error
 
     def undo(self) -> None:
-        """Leave no trace of a call that was broken off."""
+        """Undo the effects of an interrupted call."""
         if self._before is not None:
             self._before.restore()
 
 
 def _without_compiling() -> AbstractContextManager[Any]:
-    """Let compiled functions run as they are written: compiled, they would not be looked into."""
-    if "torch._dynamo" not in sys.modules:  # then nothing is compiled
+    """Run compiled functions eagerly: compiled, they would hide what they call."""
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled
         return nullcontext()
     return torch.compiler.set_stance("force_eager")  # type: ignore[no-any-return]
 
 
-def _stranger_error(wrapper: DistributedDataParallel) -> RuntimeError:
+def _unknown_wrapper_error(wrapper: DistributedDataParallel) -> RuntimeError:
     return RuntimeError(
         "loss_fn calls a DistributedDataParallel wrapper that the Clipper does not know, around a "
         f"{type(wrapper.module).__name__}, which averages gradients over ranks in every "
@@ -121,7 +121,7 @@ class _Interception(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # as it need not import the compiler
+        return False  # avoids importing the compiler
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

@@ -1,4 +1,7 @@
-"""DistributedDataParallel: its gradients are kept from being averaged before they are clipped."""
+"""DistributedDataParallel: keep it from averaging gradients before they are clipped.
+
+Finding wrappers is left to `microclip.wrappers`, exchanging norms and gradients to `ranks`.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +15,13 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from microclip.distributed.ranks import Ranks
-from microclip.engines.gradients import modules_of
+from microclip.wrappers import ddp_wrappers
 
 
 class Ddp:
-    """What a Clipper asks of a model that is wrapped, or has parts that are.
+    """The wrappers of a model that is wrapped, or has wrapped parts.
 
-    All that is trained is reduced over the ranks, also what lies outside the wrappers.
+    All trained parameters are reduced over the ranks, including those outside the wrappers.
     """
 
     def __init__(self, model: nn.Module, wrappers: list[DistributedDataParallel]) -> None:
@@ -29,11 +32,11 @@ class Ddp:
             shown = " and ".join(str(list(group)) for group in sorted(groups))
             raise NotImplementedError(
                 "The model has several DistributedDataParallel wrappers for different ranks "
-                f"({shown}), so there is no one mini-batch. Use one process group for all."
+                f"({shown}), so they do not share one mini-batch. Use one process group for all."
             )
         device = next(p for p in model.parameters() if p.requires_grad).device
         self.ranks = Ranks(wrappers[0].process_group, device)
-        self._begun: int | None = None  # the step that this rank has begun, and not ended
+        self._begun: int | None = None  # the step that this rank has begun and not ended
         self._is_new = True
         self.check()
         for wrapper in wrappers:
@@ -41,30 +44,30 @@ class Ddp:
 
     @classmethod
     def find(cls, model: nn.Module) -> Ddp | None:
-        """Return it for a model with wrappers, compiled or inside of others; None without."""
-        wrappers = [m for m in modules_of(model) if isinstance(m, DistributedDataParallel)]
+        """Return it for a model with wrappers, compiled or nested; None without."""
+        wrappers = ddp_wrappers(model)
         return cls(model, wrappers) if wrappers else None
 
     def check(self) -> None:
-        """Refuse what a wrapper does to gradients beside averaging them."""
+        """Refuse wrappers that do more to gradients than average them."""
         for wrapper in self._wrappers:
             _refuse(wrapper)
 
     def begin(self, step: int) -> None:
-        """Start a step on every rank; a step that is retried is started only once."""
+        """Start a step on every rank; a retried step is started only once."""
         self.check()
         if step == self._begun:
-            return  # ranks that did not fail wait for norms already, and for nothing else
+            return  # ranks that did not fail are already waiting for norms, and for nothing else
         if self._is_new:
             for wrapper in self._wrappers:
                 _refuse_builtin_hook(wrapper)
         self._begun, self._is_new = step, False
         for wrapper, forwards in zip(self._wrappers, self._forwards, strict=True):
-            forwards.forget(wrapper)  # also on ranks without examples
+            forwards.forget(wrapper)  # on ranks without examples too
         self._align_buffers()
 
     def end(self) -> None:
-        """Take note that all ranks have told their norms: whatever follows begins anew."""
+        """Note that all ranks have exchanged norms: the next step is a new one."""
         self._begun = None
 
     @contextmanager
@@ -74,17 +77,17 @@ class Ddp:
         for wrapper, forwards in zip(self._wrappers, self._forwards, strict=True):
             forwards.forget(wrapper)
             wrapper.require_backward_grad_sync = False  # all that its own no_sync() does
-            wrapper.static_graph = False  # else the first backward pass would reduce nevertheless
+            wrapper.static_graph = False  # otherwise the first backward pass would still reduce
             wrapper.require_forward_param_sync = False  # ranks without examples do not take part
         try:
             yield
         finally:
             for wrapper, sync, static in before:
                 wrapper.require_backward_grad_sync, wrapper.static_graph = sync, static
-                wrapper.require_forward_param_sync = True  # whoever comes next has one's buffers
+                wrapper.require_forward_param_sync = True  # sync buffers in the next forward
 
     def expect_local(self) -> None:
-        """Make sure that what is in `.grad` is this rank's own."""
+        """Check that `.grad` holds the gradients of this rank alone."""
         for wrapper, forwards in zip(self._wrappers, self._forwards, strict=True):
             if wrapper.require_backward_grad_sync:
                 raise RuntimeError(
@@ -94,7 +97,7 @@ class Ddp:
                 )
             if forwards.averaged:
                 raise RuntimeError(
-                    "fold() is called inside no_sync(), but the model's last forward pass was "
+                    "fold() was called inside no_sync(), but the model's last forward pass was "
                     "outside of it, so DistributedDataParallel has averaged the gradients over "
                     "ranks before fold() sees them. Call the model, loss.backward() and fold() "
                     "inside one `with model.no_sync():`."
@@ -102,7 +105,7 @@ class Ddp:
 
     @torch.no_grad()
     def _align_buffers(self) -> None:
-        """Give every rank the first one's buffers, as the wrappers do at the start of a step."""
+        """Copy the first rank's buffers to every rank, as wrappers do at the start of a step."""
         for wrapper in self._wrappers:
             ignored = wrapper.parameters_to_ignore
             named = wrapper.module.named_buffers()
@@ -112,23 +115,23 @@ class Ddp:
 
 
 class _Forwards:
-    """Remembers whether a wrapper's last forward pass was one whose gradients it averages.
+    """Tracks whether a wrapper averages the gradients of its last forward pass.
 
-    It expects to average from such a forward pass on until it has done so, also if the backward
-    pass never came (an evaluation with gradients on) and the next one is inside no_sync().
+    After such a forward pass it expects to average until it has done so, even if the backward pass
+    never comes (an evaluation with gradients on) and the next one is inside no_sync().
     """
 
     def __init__(self, averaged: bool) -> None:
         self.averaged = averaged
-        self._expects = averaged  # whether the wrapper may still do so
+        self._expects = averaged  # whether the wrapper may still average
 
     @classmethod
     def of(cls, wrapper: DistributedDataParallel) -> _Forwards:
-        """Return the one of a wrapper, which all its Clippers share."""
+        """Return the tracker of a wrapper, which all its Clippers share."""
         for hook in wrapper._forward_pre_hooks.values():
             if isinstance(hook, _Forwards):
                 return hook
-        found = cls(getattr(wrapper, "_lazy_init_ran", True))  # after a forward pass: who knows
+        found = cls(getattr(wrapper, "_lazy_init_ran", True))  # after a forward pass: unknown
         wrapper.register_forward_pre_hook(found)
         return found
 
@@ -142,7 +145,7 @@ class _Forwards:
             self.forget(wrapper)
 
     def forget(self, wrapper: Any) -> None:
-        """Let the wrapper expect nothing any more."""
+        """Reset the wrapper so that it no longer expects to average."""
         if self._expects:
             self._expects = False
             wrapper.reducer._reset_state()
@@ -156,8 +159,9 @@ def _refuse(wrapper: DistributedDataParallel) -> None:
         _refuse_hook("RankClip" if owner == "RankClip" else getattr(hook, "__name__", repr(hook)))
     if wrapper._join_config.enable:
         raise NotImplementedError(
-            "Inside `with model.join():` every forward pass talks to the other ranks. Leave join() "
-            "out: ranks may have fewer examples than others; one that has none left calls finish()."
+            "Inside `with model.join():` every forward pass communicates with the other ranks. "
+            "Leave join() out: ranks may have different numbers of examples, and one that has none "
+            "left calls finish()."
         )
     if wrapper.mixed_precision is not None:
         raise NotImplementedError(
@@ -166,21 +170,21 @@ def _refuse(wrapper: DistributedDataParallel) -> None:
         )
     if getattr(wrapper, "_delay_all_reduce_params", None):
         raise NotImplementedError(
-            "DistributedDataParallel(delay_all_reduce_named_params=...) averages some gradients on "
-            "its own, before they can be clipped. Leave it out."
+            "DistributedDataParallel(delay_all_reduce_named_params=...) averages some gradients "
+            "separately, before they can be clipped. Leave it out."
         )
     if wrapper.parameters_to_ignore:
         for name, parameter in wrapper.module.named_parameters():
             if parameter.requires_grad and name in wrapper.parameters_to_ignore:
                 raise NotImplementedError(
-                    f"DistributedDataParallel was told to ignore parameter {name!r}, which is "
-                    "trained nevertheless, by each rank for itself: there is no one gradient to "
-                    "clip. Freeze it, or let the wrapper have it."
+                    f"DistributedDataParallel was told to ignore parameter {name!r}, but it is "
+                    "trained, by each rank on its own, so it has no common gradient to clip. "
+                    "Freeze it, or do not ignore it."
                 )
 
 
 def _refuse_builtin_hook(wrapper: DistributedDataParallel) -> None:
-    """Refuse communication hooks that are known only to the wrapper's logger."""
+    """Refuse communication hooks that only the wrapper's logger knows about."""
     if wrapper.logger is None:
         return
     name = wrapper.logger._get_ddp_logging_data().strs_map.get("comm_hook")

@@ -1,9 +1,10 @@
 """Models sharded with `fully_shard` (FSDP2): no rank ever holds a whole gradient.
 
-`RankScope`: micro-batches of one rank. A first backward pass takes norms where the gradients would
-be reduced, and sends nothing; a second one sends the weighted gradients. No gradient is kept.
-`WorldScope`: a micro-batch is what all ranks do at the same time. Its gradient comes out reduced,
-in shards, and is streamed: the accumulator is sharded as well.
+`RankScope`: each micro-batch belongs to one rank. A first backward pass takes norms where the
+gradients would be reduced, and sends nothing; a second one sends the weighted gradients. No
+gradient is kept.
+`WorldScope`: a micro-batch is what all ranks process at the same time. Its gradient comes out
+reduced, in shards, and is streamed: the accumulator is sharded as well.
 """
 
 from __future__ import annotations
@@ -15,71 +16,103 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from microclip import multitensor
 from microclip.distributed.ranks import Ranks
 from microclip.engines.base import Engine
-from microclip.engines.gradients import Gradients, set_aside, sharded_modules, take
+from microclip.engines.gradients import Gradients, set_aside, take, trainable
 from microclip.engines.losses import LossFn, backward, evaluate, unscale
+from microclip.engines.select import Scope
+from microclip.engines.step_record import StepRecord
 from microclip.engines.stream import Stream
-from microclip.microbatches import Cuts
+from microclip.microbatches import MicrobatchList
+from microclip.wrappers import sharded_modules
 
 
 class Fsdp:
-    """What a Clipper asks of a sharded model."""
+    """A sharded model: its ranks, its engines, and when it gathers and reduces."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, scope: Scope = "rank") -> None:
+        self._model = model
+        self._scope = scope
         self.modules = [m for m in model.modules() if isinstance(m, FSDPModule)]
-        self.reshard(model)
+        self.reshard()
         mesh = _mesh(model)
         parameter = next(p for p in model.parameters() if p.requires_grad)
         self.ranks = Ranks(mesh.get_group(), parameter.device)
         names = {id(module): name or "the model itself" for name, module in model.named_modules()}
-        self.is_known = False  # whether ranks have done a step together
+        self.is_known = False  # whether the ranks have finished a step together
         self._step: int | None = None
         for module in self.modules:
             for group in _groups(module):
                 self.ranks.parts.append(repr(names[id(module)]))
                 if group.gradient_divide_factor is not None:
                     raise NotImplementedError(
-                        "set_gradient_divide_factor() changes what FSDP sends by a factor that "
+                        "set_gradient_divide_factor() scales what FSDP sends by a factor that "
                         "clipping would have to know. Leave it at its default."
                     )
 
     @classmethod
-    def find(cls, model: nn.Module) -> Fsdp | None:
-        """Return it for a sharded model, None for others; refuse what would go wrong."""
+    def find(cls, model: nn.Module, scope: Scope = "rank") -> Fsdp | None:
+        """Return it for a sharded model, None for others; refuse unsupported sharding."""
         if sharded_modules(model):
-            return cls(model)
+            return cls(model, scope)
         sharded = [n for n, p in model.named_parameters() if isinstance(p, DTensor)]
         if not sharded:
             return None
         raise NotImplementedError(
-            f"Parameter {sharded[0]!r} is sharded over ranks (a DTensor), but not by a "
-            "fully_shard() of the model that the Clipper was given or of a part of it. Give the "
-            "Clipper the whole model; tensor parallelism is not supported."
+            f"Parameter {sharded[0]!r} is sharded over ranks (a DTensor), but fully_shard() was "
+            "not called on the Clipper's model or a part of it. Give the Clipper the whole model; "
+            "tensor parallelism is not supported."
         )
 
-    def reshard(self, model: nn.Module) -> None:
-        """Let the model have its shards again, which a forward pass without a backward pass hides.
+    @property
+    def norm_exchange(self) -> Ranks | None:
+        """The ranks to exchange norms with; with scope="world" every rank has them already."""
+        return self.ranks if self._scope == "rank" else None
 
-        Whatever needs whole parameters later gathers them again.
+    def make(self, name: str, record: StepRecord, scaler: GradScaler | None) -> Engine:
+        """Return the engine for one step; there is one for each scope."""
+        engine = WorldScope if self._scope == "world" else RankScope
+        if name not in ("auto", engine.name):
+            raise ValueError(
+                f"engine={name!r} does not work on a sharded model with scope={self._scope!r}: "
+                'leave it at "auto".'
+            )
+        if engine is WorldScope and not record.policy.rule.streams:
+            raise ValueError(
+                f"{record.policy.rule!r} needs all norms before it can weight any gradient, but "
+                'micro-batches over all ranks are streamed. Use scope="rank" or rescale=True.'
+            )
+        return engine(self._model, trainable(self._model), record, scaler, fsdp=self)
+
+    def report_empty_batch(self, record: StepRecord, scaler: GradScaler | None) -> None:
+        """Tell the other ranks, which would wait for this one, that it has no examples."""
+        self.ranks.describe(record.policy, scaler, trainable(self._model))
+        self.ranks.agree(record.step, 0)
+
+    def reshard(self) -> None:
+        """Put the shards back in place, which a forward pass without a backward pass replaces.
+
+        So that the model has the parameters that its optimizer has. Whatever needs unsharded
+        parameters later gathers them again.
         """
-        if set(map(id, sharded_modules(model))) != set(map(id, self.modules)):
+        if set(map(id, sharded_modules(self._model))) != set(map(id, self.modules)):
             raise RuntimeError(
-                f"Parts of {type(model).__name__} were sharded, added or removed after the Clipper "
-                "was made, which does not know how they are sharded. Make a new Clipper."
+                f"Parts of {type(self._model).__name__} were sharded, added or removed after the "
+                "Clipper was made, so it does not know how they are sharded. Make a new Clipper."
             )
         _refuse_frozen_whole(self._all_groups)
         for module in self.modules:
             module.reshard()
         if any(not g.is_sharded or g._training_state.name != "IDLE" for g in self._all_groups):
             raise RuntimeError(
-                "An error broke off a forward or backward pass of the sharded model, whose "
-                "parameters are as the pass left them. Call model.reset_iter_state() (torch 2.13) "
-                "after the error, on all ranks, before the next step."
+                "An error interrupted a forward or backward pass of the sharded model and left its "
+                "parameters in between. Call model.reset_iter_state() (torch 2.13) on all ranks "
+                "after the error, before the next step."
             )
 
     @property
@@ -88,7 +121,7 @@ class Fsdp:
 
     @contextmanager
     def sending(self, way: Sending) -> Iterator[None]:
-        """Inside the block, what FSDP reduces goes this way."""
+        """Inside the block, FSDP reduces gradients through `way`."""
         before = [(group, group._reduce_scatter_comm) for group in self._all_groups]
         try:
             with self.reducing():
@@ -100,15 +133,15 @@ class Fsdp:
                 group._reduce_scatter_comm = comm
 
     def begin(self) -> None:
-        """Begin a step: nothing was used yet."""
+        """Begin a step, with no part of the model used yet."""
         self.ranks.used = []
 
     @contextmanager
     def meeting(self, step: int) -> Iterator[None]:
-        """Inside the block, in the first step, ranks make sure that they gather the same parts.
+        """Inside the block, in the first step, ranks check that they gather the same parts.
 
-        If one of them does not use a layer, others would wait for it, or take its next layer for
-        this one. Later steps are only compared at their end, when what is wrong is not used.
+        If one rank does not use a layer, the others would wait for it, or mistake its next layer
+        for this one. Later steps are compared only at their end, before the result is used.
         """
         if self.is_known or self.ranks.count == 1:
             yield
@@ -125,14 +158,14 @@ class Fsdp:
                 group._all_gather_comm = comm
 
     def meet(self, part: int, size: int = 0) -> None:
-        """Wait for the other ranks before something is sent, if this is the first step."""
+        """In the first step, wait for the other ranks before anything is sent."""
         if self._step is not None:
             self.ranks.meet(self._step, part, size)
 
     def note_unused(self, parameters: Iterable[str], used: Container[str]) -> None:
-        """Take note of parameters without a gradient, which must be the same on all ranks.
+        """Note the parameters without a gradient, which must be the same on all ranks.
 
-        What is sent does not show which parameters it belongs to.
+        The messages do not show which parameters they belong to.
         """
         unused = [name for name in parameters if name not in used]
         if unused:
@@ -140,9 +173,9 @@ class Fsdp:
 
     @contextmanager
     def reducing(self) -> Iterator[None]:
-        """Inside the block FSDP reduces, even if somebody who accumulates gradients told it not to.
+        """Inside the block FSDP reduces, even if it was told not to, to accumulate gradients.
 
-        Else it would keep whole gradients, and none would come by here.
+        Otherwise it would keep whole gradients, and none would pass through here.
         """
         groups = self._all_groups
         before = [(group, group.reduce_grads, group.all_reduce_grads) for group in groups]
@@ -156,21 +189,21 @@ class Fsdp:
 
 
 class Sending:
-    """Stands between FSDP and its reduce-scatter, where a rank's whole gradient passes by."""
+    """Sits between FSDP and its reduce-scatter, where a rank's whole gradient passes through."""
 
     def __init__(self, mode: Literal["norms", "all", "nothing"]) -> None:
         self.mode = mode
         self.norms: list[Tensor] = []
 
     def take(self, output: Tensor, flat: Tensor, group: dist.ProcessGroup) -> bool:
-        """Look at a gradient; return whether it should be sent."""
+        """Process a gradient; return whether to send it."""
         if self.mode == "norms":
             norm = multitensor.norm([flat], flat.device)
             self.norms.append(norm * _divided_before(flat.dtype, group.size()))
             output.zero_()
             return False
         if self.mode == "nothing":
-            flat.zero_()  # the others wait for it
+            flat.zero_()  # the other ranks wait for it
         return True
 
 
@@ -210,7 +243,7 @@ class _AllGather:
 
 
 class RankScope(Engine):
-    """Keeps the graphs of all micro-batches, as a plain step does, and goes back through them."""
+    """Keeps the graphs of all micro-batches, as a plain step does; differentiates each twice."""
 
     name = "two_pass"
 
@@ -220,21 +253,21 @@ class RankScope(Engine):
         self._fsdp.begin()
         self._losses: list[Tensor] = []
 
-    def fold(self, loss_fn: LossFn, microbatches: Cuts, final: bool) -> None:
-        """First backward pass: norms, and nothing is sent."""
-        self._fsdp.ranks.describe(self.tally.policy, self.scaler, self.parameters)
-        self._fsdp.ranks.agree(self.tally.step, len(microbatches))
-        with set_aside(self.parameters), self._fsdp.meeting(self.tally.step):
+    def fold(self, loss_fn: LossFn, microbatches: MicrobatchList, final: bool) -> None:
+        """First backward pass: take norms, send nothing."""
+        self._fsdp.ranks.describe(self.record.policy, self.scaler, self.parameters)
+        self._fsdp.ranks.agree(self.record.step, len(microbatches))
+        with set_aside(self.parameters), self._fsdp.meeting(self.record.step):
             for microbatch in microbatches:
                 loss, each = evaluate(loss_fn, microbatch)
                 norm = unscale(self._norm(loss), self.scaler)
-                self.tally.add(microbatch, norm, loss.detach(), each)
+                self.record.add(microbatch, norm, loss.detach(), each)
                 self._losses.append(loss)
 
     def _norm(self, loss: Tensor) -> Tensor:
-        """Differentiate a first time, for the norm alone."""
+        """Differentiate for the norm only."""
         sending = Sending("norms")
-        alone = self._fsdp.ranks.count == 1  # then nothing would be sent that one could look at
+        alone = self._fsdp.ranks.count == 1  # then FSDP sends nothing
         used: set[str] = set()
         with self._fsdp.sending(sending), nullcontext() if alone else self._dropping(used):
             backward(loss, self.scaler, retain_graph=True)
@@ -245,7 +278,7 @@ class RankScope(Engine):
 
     @contextmanager
     def _dropping(self, used: set[str]) -> Iterator[None]:
-        """Inside the block, shards of gradients (zeros, for nothing was sent) go at once."""
+        """Inside the block, drop gradient shards (zeros, since nothing was sent) immediately."""
 
         def drop(name: str) -> Callable[[nn.Parameter], None]:
             def hook(parameter: nn.Parameter) -> None:
@@ -266,9 +299,9 @@ class RankScope(Engine):
 
     def finish(self) -> Gradients:
         """Second backward pass: the weighted gradients, which FSDP averages over ranks."""
-        coefficients = self.tally.coefficients() * self._fsdp.ranks.count
-        left_out = set(self.tally.leave_out())
-        with set_aside(self.parameters), self._fsdp.meeting(self.tally.step):
+        coefficients = self.record.coefficients() * self._fsdp.ranks.count
+        left_out = set(self.record.leave_out())
+        with set_aside(self.parameters), self._fsdp.meeting(self.record.step):
             for row, loss in enumerate(self._losses):
                 sending = Sending("nothing" if row in left_out else "all")
                 with self._fsdp.sending(sending):
@@ -278,23 +311,23 @@ class RankScope(Engine):
 
 
 class WorldScope(Stream):
-    """Streams shards; their norms are put together from all ranks."""
+    """Streams shards; their norms are combined over all ranks."""
 
     def __init__(self, *args: Any, fsdp: Fsdp, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._fsdp, self._ranks = fsdp, fsdp.ranks
         self._fsdp.begin()
 
-    def fold(self, loss_fn: LossFn, microbatches: Cuts, final: bool) -> None:
+    def fold(self, loss_fn: LossFn, microbatches: MicrobatchList, final: bool) -> None:
         """Add the gradients of these micro-batches, each over all ranks."""
-        self._ranks.describe(self.tally.policy, self.scaler, self.parameters)
-        self._ranks.agree(self.tally.step, len(microbatches), microbatches.sizes)
-        with self._fsdp.sending(Sending("all")), self._fsdp.meeting(self.tally.step):
+        self._ranks.describe(self.record.policy, self.scaler, self.parameters)
+        self._ranks.agree(self.record.step, len(microbatches), microbatches.sizes)
+        with self._fsdp.sending(Sending("all")), self._fsdp.meeting(self.record.step):
             super().fold(loss_fn, microbatches, final)
 
     def finish(self) -> Gradients:
-        """Return the weighted sum, if all ranks have used the same parts of the model."""
-        self._ranks.agree(self.tally.step, len(self.tally))
+        """Return the weighted sum, after checking that all ranks used the same parts."""
+        self._ranks.agree(self.record.step, len(self.record))
         self._fsdp.is_known = True
         return super().finish()
 
@@ -314,20 +347,20 @@ def _mesh(model: nn.Module) -> Any:
             continue
         if not isinstance(parameter, DTensor):
             raise NotImplementedError(
-                f"Parameter {name!r} is not sharded, but others are: its gradient is not reduced "
+                f"Parameter {name!r} is not sharded but others are, so its gradient is not reduced "
                 "over ranks. Shard the whole model with fully_shard(model)."
             )
         meshes.add(parameter.device_mesh)
     if len(meshes) > 1 or next(iter(meshes)).ndim > 1:
         raise NotImplementedError(
-            "The model is sharded over a mesh of several dimensions (HSDP, or together with tensor "
-            "parallelism), which is not supported: use a mesh of one dimension."
+            "The model is sharded over a mesh of several dimensions (HSDP, or combined with tensor "
+            "parallelism), which is not supported. Use a mesh of one dimension."
         )
     return meshes.pop()
 
 
 def _refuse_frozen_whole(groups: list[Any]) -> None:
-    """Refuse parameters that were frozen while they were whole: their shards do not know of it."""
+    """Refuse parameters that were frozen while unsharded: their shards are not frozen."""
     for group in groups:
         if not group.is_unsharded:
             continue
@@ -335,8 +368,8 @@ def _refuse_frozen_whole(groups: list[Any]) -> None:
             if each._unsharded_param.requires_grad != each.sharded_param.requires_grad:
                 raise RuntimeError(
                     f"requires_grad of parameter {each._param_fqn!r} was changed while the "
-                    "parameter was whole, after an evaluation, and FSDP would forget it with the "
-                    "next backward pass. Call reshard() on every FSDPModule of the model first."
+                    "parameter was unsharded, after an evaluation, and FSDP would forget it with "
+                    "the next backward pass. Call reshard() on every FSDPModule of the model first."
                 )
 
 
@@ -346,9 +379,9 @@ def _groups(module: FSDPModule) -> list[Any]:
 
 
 def _divided_before(dtype: torch.dtype, ranks: int) -> int:
-    """Return what FSDP has divided a gradient by before it sends it: half of the ranks' share.
+    """Return by what FSDP divides a gradient before it sends it, about the root of the ranks.
 
-    It does so for dtypes of which it fears that sums overflow, by about the root of their number.
+    It divides in two steps for dtypes whose sums might overflow.
     """
     divisor = 1
     if dtype not in (torch.float32, torch.bfloat16):

@@ -1,4 +1,7 @@
-"""A communication hook: per-rank clipping for those who keep their own `loss.backward()`."""
+"""A communication hook for DistributedDataParallel: per-rank clipping with plain `loss.backward()`.
+
+Independent of the Clipper; uses no engine.
+"""
 
 from __future__ import annotations
 
@@ -12,23 +15,23 @@ from torch.nn.parallel import DistributedDataParallel
 from microclip import multitensor
 from microclip.distributed.ranks import Ranks
 from microclip.engines.losses import unscale
-from microclip.engines.tally import Policy, Tally
+from microclip.engines.step_record import Policy, StepRecord
 from microclip.microbatches import Microbatch
 from microclip.outcome import Outcome
 from microclip.rules import MinNorm, Nonfinite, Rule
 
 
 class RankClip:
-    """Makes each rank's gradient one micro-batch, inside DistributedDataParallel's own reduction.
+    """Makes each rank's gradient one micro-batch, inside DistributedDataParallel's reduction.
 
     >>> clip = RankClip(ddp)  # doctest: +SKIP
     >>> loss_fn(batch).backward()  # doctest: +SKIP
 
     With `no_sync()` on earlier sub-steps a rank's micro-batch is what it has accumulated. All
-    ranks count alike, whatever the size of their batches: the hook cannot see it.
+    ranks count the same, whatever the size of their batches, which the hook cannot see.
 
-    Call `zero_grad()` before each step. DistributedDataParallel hands over what is in `.grad`, so
-    the result of the last step would be clipped again, which is refused.
+    Call `zero_grad()` before each step. DistributedDataParallel passes on what is in `.grad`, so
+    the result of the last step would be clipped again, which raises an error.
 
     Args:
         ddp: The wrapped model. It must not have another communication hook.
@@ -53,7 +56,7 @@ class RankClip:
             hook, _ = ddp._comm_hooks[0]
             raise RuntimeError(
                 "The DistributedDataParallel wrapper has a communication hook already "
-                f"({getattr(hook, '__name__', hook)}), and can have only one."
+                f"({getattr(hook, '__name__', hook)}) and can only have one."
             )
         self.policy = Policy(MinNorm() if rule is None else rule, None, "mean", nonfinite)
         self.step = 0
@@ -73,7 +76,7 @@ class RankClip:
             ddp.reducer._reset_state()
 
     def take(self, bucket: Any) -> torch.futures.Future[Tensor]:
-        """Keep a bucket until all are there, since the norm needs the whole gradient."""
+        """Keep a bucket until all have arrived, since the norm needs the whole gradient."""
         buffer = bucket.buffer()
         devices: Any = None if multitensor.on_host(buffer) else [buffer.device]
         future: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
@@ -91,33 +94,34 @@ class RankClip:
     @torch.no_grad()
     def _reduce(self, buffers: list[Tensor]) -> None:
         norm = unscale(multitensor.norm(buffers, self._ranks.device), self._scaler)
-        tally = Tally(self.policy, self.step, self._ranks)
-        tally.add(Microbatch(None, range(1), None, (self._ranks.rank,)), norm, None)
+        record = StepRecord(self.policy, self.step, self._ranks)
+        record.add(Microbatch(None, range(1), None, (self._ranks.rank,)), norm, None)
         self._ranks.describe(self.policy, self._scaler, {})
-        tally.settle()
-        if tally.leave_out():
+        record.sync_ranks()
+        if record.leave_out():
             for buffer in buffers:
                 buffer.zero_()
-        multitensor.multiply_(buffers, tally.coefficients().squeeze(0))
+        multitensor.multiply_(buffers, record.coefficients().squeeze(0))
         works = [dist.all_reduce(b, group=self._ranks.group, async_op=True) for b in buffers]
         for work in works:
             if work is not None:
                 work.wait()
-        self.outcome = tally.outcome("hook", ())
+        record.update_rule()
+        self.outcome = record.outcome("hook", ())
         self.step += 1
 
 
 class _Window:
-    """The backward passes of one step: knows whether `.grad` was empty before the first of them.
+    """The backward passes of one step: tracks whether `.grad` was empty before the first of them.
 
-    One parameter is looked at, before anything is added to its gradient. Its values are read only
-    if it has a gradient then, as after `zero_grad(set_to_none=False)`.
+    Checks one parameter, before anything is added to its gradient. Values are read only if it has
+    a gradient then, as after `zero_grad(set_to_none=False)`.
     """
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
         trained = [parameter for parameter in ddp.parameters() if parameter.requires_grad]
         self._parameter = max(trained, key=lambda parameter: parameter.numel())
-        # whether it was seen to be empty since the last step; None: it has got no gradient since
+        # whether it was empty at some point since the last step; None: no gradient since then
         self._is_clean: bool | None = None
 
         @torch.utils.hooks.unserializable_hook  # type: ignore[untyped-decorator]
@@ -132,18 +136,18 @@ class _Window:
             self._is_clean = gradient is None or not bool(gradient.any())
 
     def close(self, step: int) -> None:
-        """End the window of a step; refuse it if the result of the step before was in it."""
+        """End the window of a step; raise if `.grad` still held the result of the previous step."""
         is_clean, self._is_clean = self._is_clean, None
         if step and is_clean is False:
             raise RuntimeError(
                 f"`.grad` held the clipped gradient of step {step - 1} when the backward pass of "
                 f"step {step} began, so it would be clipped again together with the new one, which "
-                "is added to it by now. Call optimizer.zero_grad() before each step. To accumulate "
+                "has been added to it. Call optimizer.zero_grad() before each step. To accumulate "
                 "several backward passes into one step, do all but the last inside `with "
                 "model.no_sync():`; to train on several losses, add them up."
             )
 
 
 def _take_bucket(clip, bucket):  # type: ignore[no-untyped-def]
-    """Stand between; annotations would have to be classes, and those of torch have no names."""
+    """Call the RankClip; torch wants annotations to be classes, but does not export its own."""
     return clip.take(bucket)

@@ -1,17 +1,17 @@
-"""Who drags: from a ledger, a score for every example, with the evidence for it.
+"""Finding draggers: a score for every example in a ledger, with the evidence behind it.
 
-Data flows one way: `source` (files) -> `steps` (whole steps) -> `evidence` (`roster`, `relative`,
-`series`, `memberships`) -> `methods` (scores) -> `result` (a table) -> `export`.
+Data flows one way: `source` (files, whole steps) -> `evidence` (what was seen of each example,
+with `statistics`) -> `scoring` (scores) -> `result` (a table) -> `export`. `trajectory` looks up
+single appearances.
 """
 
 from importlib.util import find_spec
 
 if find_spec("pyarrow") is None or find_spec("numpy") is None:
-    raise ImportError("Draggers are found with pyarrow and numpy: pip install 'microclip[ledger]'")
+    raise ImportError("microclip.draggers needs pyarrow and numpy: pip install 'microclip[ledger]'")
 
-from microclip.draggers.methods import METHODS
 from microclip.draggers.result import Draggers
-from microclip.draggers.scoring import score
+from microclip.draggers.scoring import METHODS, score
 from microclip.draggers.trajectory import trajectories
 
 __all__ = ["METHODS", "Draggers", "score", "trajectories"]

@@ -1,50 +1,41 @@
-"""Files for others: CSV, Parquet, data maps, lists of ids. Each appears whole or not at all."""
+"""Writing results for other tools: CSV, Parquet, data maps, lists of ids.
+
+Knows tables and files; nothing about scores.
+"""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
-from typing import IO
-from uuid import uuid4
 
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.csv
 import pyarrow.parquet as pq
 
+from microclip.files import open_whole
+
 FORMULA = r"^[=+\-@\t\r]"
-AT_ONCE = 10_000
-
-
-@contextmanager
-def written(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
-    """Give a file to write to, and put it in its place when all is in it."""
-    place = Path(path)
-    if not place.parent.is_dir():
-        raise FileNotFoundError(f"{place} cannot be written: {place.parent} is not a folder.")
-    temporary = place.parent / f".{uuid4().hex}.tmp"
-    try:
-        with temporary.open("wb") as file:
-            yield file
-        os.replace(temporary, place)
-    finally:
-        temporary.unlink(missing_ok=True)
+AT_ONCE = 10_000  # rows converted to Python objects at a time
 
 
 def csv(table: pa.Table, path: str | os.PathLike[str]) -> None:
-    """Write a table as CSV, its texts harmless to spreadsheets."""
+    """Write a table as CSV that is safe to open in a spreadsheet."""
+    with open_whole(path) as file:
+        pyarrow.csv.write_csv(without_formulas(table), file)
+
+
+def without_formulas(table: pa.Table) -> pa.Table:
+    """Put an apostrophe before every text that a spreadsheet would run as a formula."""
     for place, field in enumerate(table.schema):
         if pa.types.is_string(field.type) or pa.types.is_large_string(field.type):
-            table = table.set_column(place, field.name, harmless(table[field.name]))
-    with written(path) as file:
-        pyarrow.csv.write_csv(table, file)
+            table = table.set_column(place, field.name, _quoted(table[field.name]))
+    return table
 
 
-def harmless(texts: pa.ChunkedArray) -> pa.ChunkedArray:
-    """Put an apostrophe before what a spreadsheet would take for a formula."""
+def _quoted(texts: pa.ChunkedArray) -> pa.ChunkedArray:
     quoted = pc.binary_join_element_wise(
         pa.scalar("'", texts.type), texts, pa.scalar("", texts.type)
     )
@@ -53,13 +44,13 @@ def harmless(texts: pa.ChunkedArray) -> pa.ChunkedArray:
 
 def parquet(table: pa.Table, path: str | os.PathLike[str]) -> None:
     """Write a table as Parquet."""
-    with written(path) as file:
+    with open_whole(path) as file:
         pq.write_table(table, file)
 
 
 def cartography(table: pa.Table, confidence: pa.Table, path: str | os.PathLike[str]) -> None:
-    """Write a data map as lines of JSON, in the order of the table."""
-    with written(path) as file:
+    """Write a data map as JSON lines, in the order of the table."""
+    with open_whole(path) as file:
         for start in range(0, len(table), AT_ONCE):
             rows = zip(
                 table["id"].slice(start, AT_ONCE).to_pylist(),
@@ -79,16 +70,16 @@ def cartography(table: pa.Table, confidence: pa.Table, path: str | os.PathLike[s
 
 
 def ids(kept: Sequence[int | str], path: str | os.PathLike[str]) -> None:
-    """Write ids: as JSON if the name ends so, else one per line."""
+    """Write ids as a JSON list if the file name ends in .json, else one per line."""
     if Path(path).suffix == ".json":
-        with written(path) as file:
+        with open_whole(path) as file:
             file.write(json.dumps(list(kept)).encode())
         return
     for one in kept:
         if isinstance(one, str) and one.splitlines() != [one]:
             raise ValueError(
-                f"The id {one[:50]!r} cannot stand on a line of its own. Write the ids to a file "
-                "whose name ends with .json."
+                f"The id {one[:50]!r} does not fit on a single line. Write the ids to a file whose "
+                "name ends in .json instead."
             )
-    with written(path) as file:
+    with open_whole(path) as file:
         file.writelines(f"{one}\n".encode() for one in kept)

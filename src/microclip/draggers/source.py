@@ -1,45 +1,54 @@
-"""Where evidence comes from: the files of a ledger, rank by rank, and how far training went."""
+"""Reading a ledger for scoring: its files by rank, whole steps over all ranks, numbered ids.
+
+Anything relative to a step (a median, a share) needs all rows of that step at once, from every
+rank, and nothing more. Knows nothing about what the rows are used for.
+"""
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
 
-from microclip.draggers.roster import Numbers
-from microclip.draggers.steps import vanished
+from microclip.draggers.statistics import Numbers
 from microclip.ledger import Ledger, Record, open_ledger
-from microclip.ledger.parts import NAME, read
+from microclip.ledger.parts import NAME, damaged, read
 from microclip.ledger.schema import EXAMPLES, MICROBATCHES
 
+ROWS = 200_000  # about how many rows are held in memory and yielded at once
+
 LedgerLike = str | os.PathLike[str] | Ledger | Record
-Parts = dict[int, Sequence[Path]]
+Parts = dict[int, Sequence[Path]]  # the files of each rank, in the order of their steps
 
 
 @dataclass(frozen=True)
 class Source:
-    """A ledger, opened."""
+    """An open ledger."""
 
     path: Path
-    integers: bool  # whether ids are to be read as integers
+    integers: bool  # whether to read ids as integers
     steps: range
     microbatches: Parts
-    examples: Parts  # none: no loss was recorded for single examples
+    examples: Parts  # empty if no per-example losses were recorded
 
     @classmethod
     def open(cls, ledger: LedgerLike) -> Source:
-        """Open a ledger, given as a folder, as what is being written, or as what is being read."""
+        """Open a ledger: a folder, a `Ledger` that is still being written, or a `Record`."""
         if isinstance(ledger, Ledger):
             ledger.flush()
             ledger = ledger.path
         if not isinstance(ledger, str | os.PathLike | Record):
             raise TypeError(
-                f"Draggers are found in a ledger: give its folder, a microclip.Ledger or what "
-                f"open_ledger() returned, but not a {type(ledger).__name__}."
+                "ledger must be a folder, a microclip.Ledger or the result of open_ledger(), but "
+                f"got an object of type {type(ledger).__name__}."
             )
         record = ledger if isinstance(ledger, Record) else open_ledger(ledger)
         return cls(
@@ -52,14 +61,14 @@ class Source:
 
     @cached_property
     def has_losses(self) -> bool:
-        """Whether any loss was recorded: of single examples, or of micro-batches."""
+        """Whether any loss was recorded, per example or per micro-batch."""
         if self.examples:
             return True
         files = (file for files in self.microbatches.values() for file in files)
         return any(_has_values(file) for file in files)
 
     def thirds(self, steps: Numbers) -> Numbers:
-        """Return in which third of training steps are: 0, 1 or 2."""
+        """Return the third of training that each step falls into: 0, 1 or 2."""
         return np.minimum(3 * (steps - self.steps.start) // max(len(self.steps), 1), 2)
 
 
@@ -73,9 +82,139 @@ def _by_rank(record: Record, table: str) -> Parts:
     try:
         names = record.dataset(table).files
     except FileNotFoundError as error:
-        raise vanished(Path(str(error))) from error
+        raise _removed(Path(str(error))) from error
     for name in names:
         match = NAME.fullmatch(Path(name).name)
         assert match is not None
         files.setdefault(int(match[1]), []).append(Path(name))
     return dict(files)
+
+
+def whole_steps(parts: Parts, columns: Sequence[str], rows: int = ROWS) -> Iterator[pa.Table]:
+    """Yield the rows of a ledger in step order; a step is never split between two tables."""
+    each = max(rows // max(len(parts), 1), 256)
+    ranks = [_RankReader(files, columns, each) for files in parts.values()]
+    while ranks:
+        slowest = min(ranks, key=lambda rank: rank.reached)
+        slowest.read()
+        complete = min(rank.reached for rank in ranks)
+        if complete == math.inf or sum(rank.waiting_rows for rank in ranks) >= rows:
+            taken = [table for rank in ranks for table in rank.take(complete)]
+            if taken:
+                yield pa.concat_tables(taken).combine_chunks()
+        if complete == math.inf:
+            return
+
+
+class _RankReader:
+    """The files of one rank, read chunk by chunk in step order."""
+
+    def __init__(self, parts: Sequence[Path], columns: Sequence[str], rows: int) -> None:
+        self._tables = self._read(parts, list(columns), rows)
+        self._waiting: list[pa.Table] = []
+        self.waiting_rows = 0
+        self.reached: float = -math.inf  # every row of the steps before this one has been read
+
+    def read(self) -> None:
+        """Read the next chunk."""
+        table = next(self._tables, None)
+        if table is None:
+            self.reached = math.inf
+            return
+        self._waiting.append(table)
+        self.waiting_rows += len(table)
+        self.reached = table["step"][-1].as_py()
+
+    def take(self, before: float) -> list[pa.Table]:
+        """Remove and return the rows of all steps before this one."""
+        taken, kept = [], []
+        for table in self._waiting:
+            cut = int(np.searchsorted(table["step"].to_numpy(), before))
+            taken.append(table.slice(0, cut))
+            if cut < len(table):
+                kept.append(table.slice(cut))
+        self._waiting = kept
+        self.waiting_rows = sum(map(len, kept))
+        return [table for table in taken if len(table)]
+
+    @staticmethod
+    def _read(parts: Sequence[Path], columns: list[str], rows: int) -> Iterator[pa.Table]:
+        for part in parts:
+            try:
+                with pq.ParquetFile(part) as file:
+                    if not _in_order(file.read(["step"])):
+                        # rewritten by another tool; sorting restores the order we rely on
+                        yield file.read(columns).sort_by("step")
+                        continue
+                    for batch in file.iter_batches(rows, columns=columns):
+                        if len(batch):
+                            yield pa.Table.from_batches([batch])
+            except FileNotFoundError as error:
+                raise _removed(part) from error
+            except (pa.ArrowInvalid, OSError) as error:
+                raise damaged(part, error) from error
+
+
+def _removed(part: Path) -> FileNotFoundError:
+    return FileNotFoundError(
+        f"{part} was removed while the ledger was being read, either by its keep_steps option or "
+        "by a run that restarted. Try again."
+    )
+
+
+def _in_order(table: pa.Table) -> bool:
+    steps = table["step"].to_numpy()
+    return bool((steps[1:] >= steps[:-1]).all())
+
+
+def step_groups(table: pa.Table, domains: Numbers) -> Numbers:
+    """Number the groups of rows that share a step and a domain."""
+    _, places = np.unique(table["step"].to_numpy(), return_inverse=True)
+    count = int(domains.max(initial=0)) + 1
+    groups: Numbers
+    _, groups = np.unique(places * count + domains, return_inverse=True)
+    return groups
+
+
+def members(table: pa.Table) -> tuple[pa.Array, Numbers]:
+    """Return the ids of all rows, concatenated, and how many each row has."""
+    ids = column(table, "ids")
+    return ids.flatten(), pc.list_value_length(ids).to_numpy().astype(np.int64)
+
+
+def column(table: pa.Table, name: str) -> pa.Array:
+    """Return a column as one contiguous array."""
+    chunks = table[name].chunks
+    return chunks[0] if len(chunks) == 1 else pa.concat_arrays(chunks)
+
+
+class IdIndex:
+    """Numbers example ids in the order of their first appearance.
+
+    Ids stay in Arrow memory, one copy of each: a Python object for every id of a large data set
+    would take more memory than everything learned about it.
+    """
+
+    def __init__(self, integers: bool) -> None:
+        # large_string: all ids together may exceed the 2 GiB that Arrow's plain strings can hold
+        self.type = pa.int64() if integers else pa.large_string()
+        self._known: pa.Array = pa.array([], self.type)
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    @property
+    def ids(self) -> pa.Array:
+        """The ids, each at the position of its number."""
+        return self._known
+
+    def look_up(self, ids: pa.Array) -> Numbers:
+        """Return the numbers of some ids (strings, as ledgers store them), adding unknown ones."""
+        ids = ids.cast(self.type)
+        found = pc.index_in(ids, value_set=self._known)
+        if found.null_count:
+            new = pc.unique(ids.filter(pc.is_null(found)))
+            self._known = pa.concat_arrays([self._known, new])
+            found = pc.index_in(ids, value_set=self._known)
+        numbers: Numbers = found.to_numpy(zero_copy_only=False).astype(np.int64)
+        return numbers

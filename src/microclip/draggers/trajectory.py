@@ -1,4 +1,7 @@
-"""The course of a few examples: every appearance, with what was seen of it then."""
+"""Every single appearance of a few examples, with the norm, weight and loss recorded for it.
+
+Reads the ledger directly; needs no scores.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,15 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from microclip.draggers.relative import excess_losses, log_norms
-from microclip.draggers.source import LedgerLike, Source
-from microclip.draggers.steps import column, members, step_groups, whole_steps
+from microclip.draggers.source import (
+    LedgerLike,
+    Source,
+    column,
+    members,
+    step_groups,
+    whole_steps,
+)
+from microclip.draggers.statistics import excess_losses, log_norms
 
 MICROBATCHES = ("step", "rank", "microbatch", "ids", "norm", "weight", "domain")
 EXAMPLES = ("step", "rank", "microbatch", "id", "loss")
@@ -18,15 +27,15 @@ PLACE = ["step", "rank", "microbatch", "id"]
 
 
 def trajectories(ledger: LedgerLike, ids: Sequence[int | str]) -> pa.Table:
-    """Return every appearance of some examples, in the order of steps.
+    """Return every appearance of some examples, in step order.
 
     Args:
-        ledger: The folder of a ledger, or a `microclip.Ledger`, or what `open_ledger` returned.
+        ledger: The folder of a ledger, a `microclip.Ledger`, or the result of `open_ledger`.
         ids: Which examples, for instance `draggers.ids(n=20)`.
 
-    The columns are step, rank, microbatch, id; norm and weight of the micro-batch it was in,
-    log_norm relative to the median of step and domain; loss and excess_loss (above the step's
-    median) of the example itself, null if the ledger has no loss per example.
+    The columns are step, rank, microbatch and id; norm and weight of the micro-batch, and log_norm
+    relative to the median of step and domain; loss and excess_loss (above the step's median) of
+    the example itself, null if the ledger has no loss per example.
     """
     source = Source.open(ledger)
     wanted = pa.array(ids, pa.int64() if source.integers else pa.string())

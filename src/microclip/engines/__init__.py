@@ -1,5 +1,6 @@
-"""Engines: how the micro-batch norms and the weighted gradient are obtained.
+"""Engines: how the norms of micro-batches and the weighted gradient are computed.
 
-An engine never changes the result, only its price. It is made for one step, takes micro-batches
-with `fold`, and gives the gradient with `finish`; it knows nothing of who reads the outcome.
+An engine never changes the result, only its cost. It is made for one step, takes micro-batches
+with `fold` and returns the gradient with `finish`. Engines know other ranks only through the norms
+in `all_ranks`, and import nothing from `microclip.distributed`.
 """

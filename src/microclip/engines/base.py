@@ -1,9 +1,9 @@
-"""What all engines have in common: what they work on, and the two verbs."""
+"""What all engines share: their inputs, the two verbs `fold` and `finish`, and their errors."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 from torch import nn
 from torch.amp import GradScaler
@@ -11,30 +11,30 @@ from torch.amp import GradScaler
 from microclip.engines.gradients import Gradients
 from microclip.engines.losses import LossFn
 from microclip.engines.snapshot import Memory
-from microclip.engines.tally import Tally
-from microclip.microbatches import Cuts
+from microclip.engines.step_record import StepRecord
+from microclip.microbatches import MicrobatchList
 
 
 class CannotFuseError(NotImplementedError):
-    """The model does something that a single pass cannot take apart into micro-batches."""
+    """The model does something that a single pass cannot split into micro-batches."""
 
 
 MEAN_LOSS = (
-    "The single-pass engine needs one loss per example, but loss_fn gives their mean. Return the "
-    'losses themselves, as reduction="none" does.'
+    "The single-pass engine needs one loss per example, but loss_fn returns their mean. Return the "
+    'losses themselves, as with reduction="none".'
 )
 
 
 class MeanLossError(CannotFuseError):
-    """`loss_fn` gives the mean of its examples' losses, of which nothing can be taken apart."""
+    """`loss_fn` returns the mean over its examples, which a single pass cannot split."""
 
 
 class MismatchError(RuntimeError):
-    """A single pass disagrees with the gradient of a micro-batch run alone."""
+    """A single pass disagrees with the gradient of a micro-batch run on its own."""
 
 
 class Engine(ABC):
-    """Made for one step; takes micro-batches with `fold` and gives the gradient with `finish`."""
+    """Made for one step: takes micro-batches with `fold`, returns the gradient with `finish`."""
 
     name: ClassVar[str]
 
@@ -42,21 +42,29 @@ class Engine(ABC):
         self,
         model: nn.Module,
         parameters: dict[str, nn.Parameter],
-        tally: Tally,
+        record: StepRecord,
         scaler: GradScaler | None = None,
         memory: Memory | None = None,
     ) -> None:
         self.model = model
         self.parameters = parameters
-        self.tally = tally
+        self.record = record
         self.scaler = scaler
         self.memory = Memory(model) if memory is None else memory
         self.device = next(iter(parameters.values())).device
 
     @abstractmethod
-    def fold(self, loss_fn: LossFn, microbatches: Cuts, final: bool) -> None:
-        """Take in micro-batches; `final`: no others will follow. `.grad` is left as it was."""
+    def fold(self, loss_fn: LossFn, microbatches: MicrobatchList, final: bool) -> None:
+        """Add micro-batches; `final`: no others will follow. `.grad` is left unchanged."""
 
     @abstractmethod
     def finish(self) -> Gradients:
-        """Return sum_j coefficient_j g_j, once all micro-batches have been taken in."""
+        """Return sum_j coefficient_j g_j, once all micro-batches have been added."""
+
+
+class ShardedEngines(Protocol):
+    """Makes the engines for a sharded model, which the usual ones cannot train."""
+
+    def make(self, name: str, record: StepRecord, scaler: GradScaler | None) -> Engine:
+        """Return the engine for one step; `name` is the engine that the user requested."""
+        ...

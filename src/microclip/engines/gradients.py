@@ -1,8 +1,10 @@
-"""Handling `.grad`: setting it aside during a step, taking it, giving the result back."""
+"""Handling `.grad`: setting it aside during a step, taking it, adding the result.
+
+Knows parameters and gradients, not losses, micro-batches or rules.
+"""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -11,30 +13,31 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
 from microclip import multitensor
+from microclip.wrappers import is_shard
 
 Gradients = dict[str, Tensor]  # by parameter name; a parameter without gradient is not in it
 
 
 class TakenGradientError(RuntimeError):
-    """A hook took a parameter's gradient away before it could be clipped."""
+    """A hook removed a parameter's gradient before it could be clipped."""
 
     def __init__(self, name: str) -> None:
         super().__init__(
-            f"A hook on parameter {name!r} took its gradient away during the backward pass, as "
-            "optimizers do that step inside it (LOMO, GaLore layer by layer). They step before all "
-            "norms are known, so nothing can be clipped: use an optimizer that steps after the "
+            f"A hook on parameter {name!r} removed its gradient during the backward pass, as "
+            "optimizers do that step inside it (LOMO, layer-wise GaLore). They step before all "
+            "norms are known, so nothing can be clipped. Use an optimizer that steps after the "
             "backward pass. The hook may have changed parameters already."
         )
 
 
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters that are trained, by name, or say why there is nothing to clip."""
+    """Return the trainable parameters by name, or raise if there is nothing to clip."""
     chosen = {name: p for name, p in model.named_parameters() if p.requires_grad}
     for name, parameter in chosen.items():
         if isinstance(parameter, UninitializedParameter):
             raise ValueError(
                 f"Parameter {name!r} of {type(model).__name__} has no shape yet: it belongs to a "
-                "lazy module. Run the model once, then make the Clipper."
+                "lazy module. Run the model once before you make the Clipper."
             )
     if not chosen:
         raise ValueError(
@@ -44,40 +47,9 @@ def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
     return chosen
 
 
-def modules_of(model: nn.Module) -> list[nn.Module]:
-    """Return all modules, in no order: `model.modules()` takes several times as long."""
-    found: dict[int, nn.Module] = {}
-    waiting: list[nn.Module | None] = [model]
-    while waiting:
-        module = waiting.pop()
-        if module is not None and id(module) not in found:
-            found[id(module)] = module
-            waiting += module._modules.values()
-    return list(found.values())
-
-
-def sharded_modules(model: nn.Module) -> list[nn.Module]:
-    """Return what `fully_shard()` was called with.
-
-    Parameters do not show it: between a forward pass without a backward pass and whatever comes
-    next, some of them are whole.
-    """
-    library = sys.modules.get("torch.distributed.fsdp")  # without it, nothing is sharded
-    if library is None:
-        return []
-    return [module for module in modules_of(model) if isinstance(module, library.FSDPModule)]
-
-
-def is_sharded(model: nn.Module) -> bool:
-    """Whether parameters are spread over ranks, by `fully_shard()` or in another way."""
-    if any(hasattr(parameter, "device_mesh") for parameter in model.parameters()):
-        return True
-    return bool(sharded_modules(model))
-
-
 @contextmanager
 def watching_hooks(parameters: dict[str, nn.Parameter]) -> Iterator[None]:
-    """Inside the block, raise if somebody's hook on a parameter takes its gradient away."""
+    """Inside the block, raise if a hook on a parameter removes its gradient."""
 
     def check(name: str) -> Callable[[nn.Parameter], None]:
         def hook(parameter: nn.Parameter) -> None:
@@ -89,7 +61,7 @@ def watching_hooks(parameters: dict[str, nn.Parameter]) -> Iterator[None]:
     handles = []
     try:
         for name, parameter in parameters.items():
-            if getattr(parameter, "_post_accumulate_grad_hooks", None):  # ours comes after theirs
+            if getattr(parameter, "_post_accumulate_grad_hooks", None):  # ours runs after them
                 handle = parameter.register_post_accumulate_grad_hook(check(name))  # type: ignore[no-untyped-call]
                 handles.append(handle)
         yield
@@ -100,7 +72,7 @@ def watching_hooks(parameters: dict[str, nn.Parameter]) -> Iterator[None]:
 
 @contextmanager
 def set_aside(parameters: dict[str, nn.Parameter]) -> Iterator[None]:
-    """Clear every `.grad` inside the block; afterwards each is what it was, also after an error."""
+    """Clear every `.grad` inside the block and restore it afterwards, also after an error."""
     kept = [parameter.grad for parameter in parameters.values()]
     _clear(parameters)
     try:
@@ -111,7 +83,7 @@ def set_aside(parameters: dict[str, nn.Parameter]) -> Iterator[None]:
 
 
 def take(parameters: dict[str, nn.Parameter]) -> Gradients:
-    """Take the gradients away from the parameters; complex ones as pairs of real numbers."""
+    """Remove the gradients from the parameters; complex ones become pairs of real numbers."""
     taken = {name: p.grad for name, p in parameters.items() if p.grad is not None}
     for name, gradient in taken.items():
         if gradient.layout != torch.strided:
@@ -130,9 +102,9 @@ def take(parameters: dict[str, nn.Parameter]) -> Gradients:
 def add_multiple(
     sums: Gradients, gradients: Gradients, multiple: Tensor, keeps: bool = True
 ) -> None:
-    """Add a multiple of the gradients to the sums; what had no sum yet becomes the sum.
+    """Add a multiple of the gradients to the sums.
 
-    Unless the gradients must not be kept: then a copy of it does.
+    A gradient without a sum becomes the sum; a copy of it if the gradients must not be kept.
     """
     fresh, held, added = [], [], []
     places: set[int] = set()
@@ -143,7 +115,7 @@ def add_multiple(
         else:
             found = gradient.to(multitensor.accumulation_dtype(gradient))
             place = found.untyped_storage().data_ptr()
-            # autograd may give one to two
+            # autograd may give one tensor to two parameters
             sums[name] = found.clone() if place in places or not keeps else found
             places.add(place)
             fresh.append(sums[name])
@@ -152,7 +124,7 @@ def add_multiple(
 
 
 def deposit(parameters: dict[str, nn.Parameter], gradients: Gradients) -> None:
-    """Add the result to `.grad`, in place where there is one, exactly as `loss.backward()` does."""
+    """Add the result to `.grad`, in place if there is one, exactly as `loss.backward()` does."""
     for name, gradient in gradients.items():
         parameter = parameters[name]
         result = torch.view_as_complex(gradient) if parameter.is_complex() else gradient
@@ -171,8 +143,8 @@ def _clear(parameters: dict[str, nn.Parameter]) -> None:
 
 
 def _as_shard(result: Tensor, parameter: nn.Parameter) -> Tensor:
-    """Return a result as a shard of the whole where the parameter is one."""
-    if not hasattr(parameter, "device_mesh"):
+    """Return the result as a shard if the parameter is one."""
+    if not is_shard(parameter):
         return result
     from torch.distributed.tensor import DTensor
 

@@ -1,4 +1,7 @@
-"""Asking `loss_fn` for the loss of one micro-batch, checking the answer, differentiating it."""
+"""Calling `loss_fn` on a micro-batch, checking what it returns, differentiating it.
+
+Knows nothing of norms, rules or engines.
+"""
 
 from __future__ import annotations
 
@@ -12,20 +15,21 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 
 from microclip.microbatches import Microbatch
+from microclip.wrappers import is_shard
 
 LossFn = Callable[[Any], Tensor]
 
-MANY = 8  # micro-batches, of which looking at the graph of one takes no time to speak of
+MANY = 8  # micro-batches among which walking the graph of one takes negligible time
 COLLECTIVES = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd"})
 SEND_NOTHING = frozenset({"_wrap_tensor_autograd", "wait_tensor"})
 
 
 class LossPerExampleError(Exception):
-    """`loss_fn` gives one loss per example."""
+    """`loss_fn` returns one loss per example."""
 
 
 class MeansOnly:
-    """A loss function that is taken for one that gives means, until it is known better."""
+    """A loss function that is assumed to return means; raises if the first call shows otherwise."""
 
     def __init__(self, loss_fn: LossFn) -> None:
         self.__wrapped__ = loss_fn
@@ -41,7 +45,7 @@ class MeansOnly:
 
 
 def evaluate(loss_fn: LossFn, microbatch: Microbatch) -> tuple[Tensor, Tensor | None]:
-    """Return the mean loss of a micro-batch and, if `loss_fn` gives them, the examples' losses."""
+    """Return the mean loss of a micro-batch and, if `loss_fn` returns them, the losses."""
     loss = call(loss_fn, microbatch.batch, microbatch.size)
     if loss.dim() == 1 and loss.numel() == microbatch.size:
         return loss.mean(), loss.detach()
@@ -49,7 +53,7 @@ def evaluate(loss_fn: LossFn, microbatch: Microbatch) -> tuple[Tensor, Tensor | 
 
 
 def call(loss_fn: LossFn, batch: Any, size: int) -> Tensor:
-    """Return what `loss_fn` gives for a batch, if it is a loss that can be worked with."""
+    """Return the loss of a batch, or raise if it is unusable."""
     loss = loss_fn(batch)
     if not isinstance(loss, Tensor):
         raise TypeError(
@@ -70,29 +74,29 @@ def call(loss_fn: LossFn, batch: Any, size: int) -> Tensor:
 
 
 def communicates(operation: Any) -> bool:
-    """Whether an operation of torch's waits for other ranks."""
+    """Whether a torch operation waits for other ranks."""
     name = operation._schema.name.rpartition("::")[2]
     return operation.namespace in COLLECTIVES and name not in SEND_NOTHING
 
 
 def backward(loss: Tensor, scaler: GradScaler | None, retain_graph: bool = False) -> None:
-    """Differentiate, through the loss scaling if there is one."""
+    """Differentiate, with loss scaling if there is a scaler."""
     scaled = loss if scaler is None else scaler.scale(loss)
     scaled.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
 
 
 def unscale(norm: Tensor, scaler: GradScaler | None) -> Tensor:
-    """Return the norm as if the loss had not been scaled, without reading the scale on the host."""
+    """Return the norm for the unscaled loss, without reading the scale on the host."""
     if scaler is None:
         return norm
     return norm / scaler.scale(torch.ones_like(norm, dtype=torch.float32))
 
 
 def name_of(function: Any, depth: int = 0) -> str:
-    """Return a name that tells functions apart, and is the same for one made anew in every step.
+    """Return a name that identifies a function, even if it is created again in every step.
 
-    It has the names of the functions and modules that are closed over, and switches; not numbers,
-    which may count steps.
+    It includes the functions, modules, strings and booleans that it closes over; not numbers, which
+    may count steps.
     """
     function = getattr(function, "__wrapped__", function)
     if isinstance(function, partial):
@@ -118,12 +122,13 @@ def name_of(function: Any, depth: int = 0) -> str:
     return f"{name}({', '.join(held)})" if held else name
 
 
-class Outsiders:
-    """Refuses losses that train something which does not belong to the model.
+class OutsideParameterCheck:
+    """Refuses losses that train parameters which do not belong to the model.
 
-    It would get the sum of all micro-batches' gradients, unclipped. Going through the graph takes
+    They would get the sum of the gradients of all micro-batches, unclipped. Walking the graph takes
     time, so it is done at steps 0, 1, 3, 7, ... for the first two micro-batches (a tensor that is
-    no parameter but is there in both was not made by `loss_fn`), and else for the first of many.
+    not a parameter but occurs in both was not made by `loss_fn`), and otherwise for the first of
+    many.
     """
 
     def __init__(
@@ -133,15 +138,15 @@ class Outsiders:
         self._known: set[int] = set()
         self._before: dict[int, Tensor] = {}
         is_seldom = step & (step + 1) == 0
-        # alone, nothing is clipped and nothing can be wrong
+        # a single micro-batch is not clipped, so nothing can go wrong
         if (final and microbatches == 1) or not (is_seldom or microbatches >= MANY):
             return
-        if not any(hasattr(parameter, "device_mesh") for parameter in parameters.values()):
+        if not any(map(is_shard, parameters.values())):
             self._left = 2 if is_seldom else 1
             self._known = {id(parameter) for parameter in parameters.values()}
 
     def check(self, loss: Tensor) -> None:
-        """Look at the graph of a micro-batch's loss."""
+        """Check the graph of a micro-batch's loss."""
         if not self._left:
             return
         self._left -= 1
@@ -153,19 +158,19 @@ class Outsiders:
                     f"The loss depends on a trainable {kind} of shape {tuple(leaf.shape)} that "
                     "does not belong to the model, so its gradient cannot be clipped with the "
                     "others. Give the Clipper everything that is trained, for example "
-                    "torch.nn.ModuleList([model, other]), or freeze what is not "
+                    "torch.nn.ModuleList([model, other]), or freeze the rest "
                     "(requires_grad_(False))."
                 )
         self._before = leaves
 
 
 def _leaves_of(loss: Tensor) -> Iterator[Tensor]:
-    """Yield the tensors whose `.grad` a backward pass from here adds to."""
+    """Yield the tensors whose `.grad` a backward pass from here would add to."""
     return (node.variable for node in nodes_from(loss.grad_fn) if hasattr(node, "variable"))
 
 
 def nodes_from(start: Any) -> Iterator[Any]:
-    """Yield every node of the graph that a backward pass from this one goes through."""
+    """Yield every graph node that a backward pass from this one would visit."""
     waiting, seen = [start], set()
     while waiting:
         node = waiting.pop()

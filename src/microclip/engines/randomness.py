@@ -1,4 +1,4 @@
-"""Replaying random numbers, so that dropout draws the same masks in two passes."""
+"""Saving and restoring random states, so that dropout draws the same masks in two passes."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class RandomState:
-    """The state of torch's generators, on the host and on the model's devices."""
+    """The state of torch's global generators, on the host and on the model's devices."""
 
     host: Tensor
     devices: dict[torch.device, Tensor]
 
     @classmethod
     def now(cls, devices: set[torch.device]) -> RandomState:
-        """Read the present state."""
+        """Read the current state."""
         accelerators = {device for device in devices if device.type != "cpu"}
         states = {d: torch.get_device_module(d).get_rng_state(d) for d in accelerators}
         return cls(torch.get_rng_state(), states)
 
     def equals(self, other: RandomState) -> bool:
-        """Whether no random number was drawn between the two."""
+        """Whether no random number was drawn in between."""
         mine, theirs = (self.host, *self.devices.values()), (other.host, *other.devices.values())
         return all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
 
     def restore(self) -> None:
-        """Make this the present state again."""
+        """Return to this state."""
         torch.set_rng_state(self.host)
         for device, state in self.devices.items():
             torch.get_device_module(device).set_rng_state(state, device)
@@ -39,7 +39,7 @@ class RandomState:
 
 @dataclass(frozen=True)
 class Randomness:
-    """The global generators of torch, Python and numpy."""
+    """The states of the global generators of torch, Python and numpy."""
 
     tensors: RandomState
     python: Any
@@ -47,13 +47,13 @@ class Randomness:
 
     @classmethod
     def now(cls, devices: set[torch.device]) -> Randomness:
-        """Read the present state."""
+        """Read the current state."""
         numpy = sys.modules.get("numpy")
         state = None if numpy is None else numpy.random.get_state(legacy=False)
         return cls(RandomState.now(devices), random.getstate(), state)
 
     def moved(self, devices: set[torch.device]) -> bool:
-        """Whether any number was drawn since."""
+        """Whether any random number was drawn since."""
         now = Randomness.now(devices)
         if not now.tensors.equals(self.tensors) or now.python != self.python:
             return True
@@ -66,7 +66,7 @@ class Randomness:
         )
 
     def restore(self) -> None:
-        """Make this the present state again."""
+        """Return to this state."""
         self.tensors.restore()
         random.setstate(self.python)
         if self.numpy is not None:

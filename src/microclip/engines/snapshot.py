@@ -1,14 +1,14 @@
-"""What a forward pass changes beside its result, so that it can be run again as if never run.
+"""Saving and restoring the side effects of forward passes, so that they can be run again.
 
 Engines that call `loss_fn` more than once (two passes, checks, trials) take a snapshot before and
 restore it after. It holds buffers, parameters that forward passes write to (moving averages of a
-teacher, codebooks), the gradients of what is not trained here, attributes of modules (counters,
-caches), what `loss_fn` closes over, and every random generator among these besides the global ones
-of torch, Python and numpy. What it cannot see, such as a file or an object of a user's own, shows
-in other gradients: whoever runs a pass twice compares.
+teacher, codebooks), gradients of parameters that are not trained here, attributes of modules
+(counters, caches), what `loss_fn` closes over, and every random generator among these, besides the
+global ones of torch, Python and numpy. What it cannot see, such as a file or a custom object, shows
+up as a different gradient, so whatever runs a pass twice compares the two.
 
-Tensors are copied up to a limit. Where they are many, every step but the first few copies only
-those that were seen to change; whoever looks seldom (trials, checks) copies all.
+Tensors are copied up to a limit. If there are many, every step but the first few copies only those
+that were seen to change; rare snapshots (trials, checks) copy all.
 """
 
 from __future__ import annotations
@@ -28,60 +28,57 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from microclip import multitensor
-from microclip.engines.gradients import modules_of, set_aside
+from microclip.engines.gradients import set_aside
 from microclip.engines.randomness import Randomness
-from microclip.microbatches import Cuts
+from microclip.microbatches import MicrobatchList
+from microclip.wrappers import modules_of
 
-# packages whose functions hold nothing that belongs to a user's forward pass
+# packages whose functions hold no state of a user's forward pass
 FOREIGN = ("torch", "transformers", "accelerate", "lightning", "numpy", "datasets", "pandas")
 STANDARD = sys.stdlib_module_names - {"__main__", "types"}
-MOST = 2**30  # bytes of tensors that are copied, whatever they are
-SOME = 2**26  # and of tensors outside the model
-LITTLE = 2**22  # bytes that are copied in every step
-LOOKS = 4  # steps that copy all, before it is known what changes; and again at 8, 16, 32, ...
-REACH = 2000  # objects that are looked into
-FEW, MANY = 1000, 100_000  # entries of a container that is looked into, that is copied at all
-DEEP = 6  # objects in objects
+MOST = 2**30  # bytes of tensors that are copied at most
+SOME = 2**26  # bytes of tensors outside the model
+LITTLE = 2**22  # bytes that may be copied in every step
+LOOKS = 4  # first steps that copy everything, to learn what changes; then 8, 16, 32, ...
+REACH = 2000  # objects that are inspected
+FEW, MANY = 1000, 100_000  # entries up to which a container is inspected, and copied
+DEEP = 6  # levels of nesting
 OF_EVERY_MODULE = frozenset(nn.Module().__dict__) - {"training"}
 
 Restore = Callable[[], object]
 
 
 class Memory:
-    """What is known of a model from snapshot to snapshot: which tensors its forward passes change.
-
-    Args:
-        model: The model.
-    """
+    """What is known about a model across snapshots: which tensors its forward passes change."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.changing: set[str] = set()  # names of tensors that were seen to change
-        self.looks = 0  # snapshots that copied everything, or might have
-        self.is_little = False  # whether there is so little that everything is copied always
-        self.doubts: list[tuple[Tensor, str]] = []  # comparisons of the last step, not read yet
+        self.looks = 0  # snapshots taken by steps
+        self.is_little = False  # whether there is so little that everything is always copied
+        self.doubts: list[tuple[Tensor, str]] = []  # comparisons of the last step, still unread
         self.edits_batches: bool | None = None  # whether loss_fn writes to its batch; None: unknown
 
     def snapshot(self, *loss_fns: Callable[..., Any]) -> Snapshot:
-        """Take a snapshot of the model, of what these functions hold, and of all randomness."""
+        """Take a full snapshot of the model, of what these functions hold, and of random states."""
         return Snapshot(self, loss_fns, copies_all=True)
 
     def in_every_step(self, *loss_fns: Callable[..., Any]) -> Snapshot:
-        """Take one that may know already which tensors change, and copies only those."""
+        """Take a snapshot that copies only the tensors known to change, if they are known."""
         self.looks += 1
         looks = self.looks <= LOOKS or self.looks & (self.looks - 1) == 0
         return Snapshot(self, loss_fns, copies_all=looks or self.is_little)
 
     def look_again(self) -> None:
-        """Forget what is known: the next snapshots copy everything they have room for."""
+        """Forget what is known: the next snapshots copy everything that fits."""
         self.looks, self.edits_batches = 0, None
 
-    def guarded(self, microbatches: Cuts) -> Cuts:
-        """Return micro-batches that can be had again should loss_fn write to them."""
+    def guarded(self, microbatches: MicrobatchList) -> MicrobatchList:
+        """Return micro-batches that can be restored if loss_fn writes to them."""
         return microbatches if self.edits_batches is False else microbatches.keep_copy()
 
-    def note_edits(self, microbatches: Cuts) -> None:
-        """Take note of whether loss_fn has written to these."""
+    def note_edits(self, microbatches: MicrobatchList) -> None:
+        """Note whether loss_fn has written to these."""
         if microbatches.were_edited:
             self.edits_batches = True
         elif self.edits_batches is None:
@@ -90,7 +87,7 @@ class Memory:
 
 @contextmanager
 def undisturbed(model: nn.Module, parameters: dict[str, nn.Parameter]) -> Iterator[None]:
-    """Inside the block anything may be run; afterwards it is as if nothing had been."""
+    """Inside the block the model may be run freely; afterwards its state is restored."""
     before = Memory(model).snapshot()
     modes = [(module, module.training) for module in model.modules()]
     try:
@@ -103,7 +100,7 @@ def undisturbed(model: nn.Module, parameters: dict[str, nn.Parameter]) -> Iterat
 
 
 class Snapshot:
-    """The state of a model and of what some functions hold, as of now."""
+    """The current state of a model and of what some functions hold."""
 
     def __init__(
         self, memory: Memory, loss_fns: tuple[Callable[..., Any], ...], copies_all: bool
@@ -116,8 +113,10 @@ class Snapshot:
         self._copies: dict[str, tuple[Tensor, Tensor, tuple[int, int]]] = {}
         self._kept: dict[str, tuple[Tensor, tuple[int, int]]] = {}  # those that are not copied
         self._generators: list[tuple[Any, Any]] = []
-        self._seen: dict[int, object] = {}  # held on to, so that no other gets its number
-        self.unrepeatable = ""  # something that is read once and cannot be put back, by its name
+        self._seen: dict[int, object] = {}  # kept alive, so that no other object gets the same id
+        self.unrepeatable = (
+            ""  # the name of something that can be read only once, such as an iterator
+        )
         model = memory.model
         parameters = list(model.parameters())
         self._devices = {parameter.device for parameter in parameters}
@@ -134,13 +133,13 @@ class Snapshot:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Make everything what it was; tensors that were replaced are put back as well."""
+        """Restore everything, including tensors that were replaced."""
         for restore in self._restores:
             restore()
         self._randomness.restore()
 
     def learn(self) -> None:
-        """Take note of which tensors were written to since; called after a whole pass."""
+        """Note which tensors were written to since; called after a whole pass."""
         self._memory.changing |= self.unforeseen() | {
             name
             for name, (now, copy, version) in self._copies.items()
@@ -148,15 +147,15 @@ class Snapshot:
         }
 
     def unforeseen(self) -> set[str]:
-        """Return tensors that were not copied, and have been written to since."""
+        """Return the names of tensors that were not copied but have been written to since."""
         return {name for name, (now, version) in self._kept.items() if version != _version(now)}
 
     def has_drawn(self) -> bool:
-        """Whether random numbers were drawn since, from any generator that is known."""
+        """Whether random numbers were drawn since, from any known generator."""
         own = any(_state_of(generator) != state for generator, state in self._generators)
         return own or self._randomness.moved(self._devices)
 
-    # what is saved of the kinds of things that there are
+    # one method for each kind of object
 
     def _is_new(self, value: object) -> bool:
         if id(value) in self._seen:
@@ -169,7 +168,7 @@ class Snapshot:
             if not self._is_new(part):
                 continue
             place = f"{name}.{part_name}" if part_name else name
-            if isinstance(part, torch.jit.ScriptModule):  # which has no attributes of Python's
+            if isinstance(part, torch.jit.ScriptModule):  # it has no Python attributes
                 for tensor_name, tensor in part.named_buffers(recurse=False):
                     self._tensor(tensor, f"{place}.{tensor_name}")
                 continue
@@ -181,7 +180,7 @@ class Snapshot:
                 self._parameters(part, place)
             if is_layer:
                 self._shallow(part.__dict__)
-            elif not origin.startswith("torch."):  # wrappers keep books of their own
+            elif not origin.startswith("torch."):  # torch's wrappers keep their own state
                 self._attributes(part, place)
             for hook in (*part._forward_hooks.values(), *part._forward_pre_hooks.values()):
                 self._function(hook, place, 1)
@@ -192,7 +191,7 @@ class Snapshot:
                 continue
             full_name = f"{place}.{name}"
             if parameter.requires_grad and id(module) in self._own:
-                # there is no room for a copy of all that is trained; who writes to it is noticed
+                # trained parameters are too large to copy; writes to them are detected
                 if full_name not in self._memory.changing:
                     self._kept[full_name] = parameter, _version(parameter)
                     continue
@@ -216,7 +215,7 @@ class Snapshot:
         self._entries(attributes, place, 0, [n for n in attributes if n not in OF_EVERY_MODULE])
 
     def _function(self, function: Any, place: str, depth: int) -> None:
-        """Save what a function holds on to: what it closes over, its object, its arguments."""
+        """Save what a function holds: closure, bound object, arguments, globals."""
         if depth > DEEP or not self._is_new(function):
             return
         wrapped = getattr(function, "__wrapped__", None)
@@ -254,7 +253,7 @@ class Snapshot:
         ):
             try:
                 value = cell.cell_contents
-            except ValueError:  # a variable that has no value yet
+            except ValueError:  # a variable without a value yet
                 continue
 
             def restore(cell: types.CellType = cell, value: object = value) -> None:
@@ -278,7 +277,7 @@ class Snapshot:
     def _entries(
         self, entries: dict[str, Any], place: str, depth: int, names: list[str] | None = None
     ) -> None:
-        """Save a dict of attributes: which there are, what they are, and what is in them."""
+        """Save a dict of attributes: its keys, its values, and their contents."""
         chosen = list(entries) if names is None else names
         before = {name: entries[name] for name in chosen}
 
@@ -294,7 +293,7 @@ class Snapshot:
             self._value(value, f"{place}.{name}", depth + 1)
 
     def _shallow(self, attributes: dict[str, Any]) -> None:
-        """Save which attributes there are, and what they are."""
+        """Save a dict of attributes: its keys and values, but not their contents."""
         before = attributes.copy()
 
         def restore() -> None:
@@ -323,7 +322,7 @@ class Snapshot:
             self._thing(value, place, depth)
 
     def _thing(self, value: Any, place: str, depth: int) -> None:
-        """Save what is neither a tensor nor a function, if it can be saved."""
+        """Save any other object, if it can be saved."""
         state = _state_of(value)
         if state is not None:
             self._generators.append((value, state))
@@ -339,7 +338,7 @@ class Snapshot:
             for number, entry in enumerate(value[:FEW]):
                 self._value(entry, f"{place}[{number}]", depth + 1)
         elif isinstance(value, Iterator):
-            if depth <= 1:  # held by the function itself, which will read it
+            if depth <= 1:  # held by the function directly, so it will be read
                 self.unrepeatable = self.unrepeatable or f"{place}, a {type(value).__name__}"
         elif isinstance(value, torch.optim.Optimizer):
             held = (parameter for group in value.param_groups for parameter in group["params"])
@@ -374,9 +373,9 @@ class Snapshot:
             self._value(entry, f"{place}[{key!r}]" if isinstance(key, str) else place, depth + 1)
 
     def _tensor(self, tensor: Tensor, name: str) -> None:
-        """Copy a tensor, or hold on to its memory, which is enough should it get another."""
+        """Copy a tensor, or keep its storage, which is enough if it is given another one."""
         if tensor.grad_fn is not None or tensor.is_nested or tensor.layout != torch.strided:
-            return  # a result, which is put back by its name
+            return  # a result: restored by assigning it back to its name
         if is_lazy(tensor) or tensor.is_meta:
             return
         while name in self._copies or name in self._kept:
@@ -404,7 +403,7 @@ CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict, Counter)
 
 
 def _is_same(container: Any, before: Any) -> bool:
-    """Whether a container holds just what it held."""
+    """Whether a container has the same entries as before."""
     if len(container) != len(before):
         return False
     if isinstance(container, dict):
@@ -421,7 +420,7 @@ def _set_attribute(kind: type, name: str, value: object) -> None:
 
 
 def _is_foreign(thing: Any) -> bool:
-    """Whether a function or class is of a library that keeps no state of a user's forward pass."""
+    """Whether a function or class is from a library that keeps no state of forward passes."""
     name = (getattr(thing, "__module__", None) or "").partition(".")[0]
     return name in FOREIGN or name in STANDARD
 
@@ -431,13 +430,13 @@ def _entries_of(container: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def _names_in(code: types.CodeType) -> set[str]:
-    """Return the names that a function, or one inside it, looks up."""
+    """Return the names that a function, or one nested in it, looks up."""
     inner = [_names_in(each) for each in code.co_consts if isinstance(each, types.CodeType)]
     return set(code.co_names).union(*inner)
 
 
 def _numpy(*path: str) -> Any:
-    """Return a class of numpy's, or none that anything could be of if it is not in use."""
+    """Return a numpy class, or () for isinstance if numpy is not imported."""
     found: Any = sys.modules.get("numpy")
     for name in path:
         found = getattr(found, name, ())
@@ -445,7 +444,7 @@ def _numpy(*path: str) -> Any:
 
 
 def _state_of(value: Any) -> Any:
-    """Return where a random generator is, as something to compare; None for anything else."""
+    """Return the state of a random generator in comparable form; None for anything else."""
     if isinstance(value, torch.Generator):
         return value.get_state().tolist()
     if isinstance(value, random.Random):
@@ -458,7 +457,7 @@ def _state_of(value: Any) -> Any:
 
 
 def _set_state(generator: Any, state: Any) -> None:
-    """Put a random generator back to where it was."""
+    """Restore the state of a random generator."""
     if isinstance(generator, torch.Generator):
         generator.set_state(torch.tensor(state, dtype=torch.uint8))
     elif isinstance(generator, random.Random):
@@ -470,12 +469,12 @@ def _set_state(generator: Any, state: Any) -> None:
 
 
 def _version(tensor: Tensor) -> tuple[int, int]:
-    """Return what tells, in most cases, whether a tensor was written to or replaced."""
+    """Return numbers that, in most cases, change when a tensor is written to or replaced."""
     return (-1 if tensor.is_inference() else tensor._version), tensor.data_ptr()
 
 
 def _differ(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors differ; NaN is equal to itself."""
+    """Whether two tensors differ; NaN equals itself."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return True
     if torch.equal(one, other):

@@ -1,10 +1,10 @@
-"""Adding gradients up before their weights are known.
+"""Adding up gradients before their weights are known.
 
-It rests on an identity: sum_j (rho/|g_j|) g_j = rho * sum_j g_j/|g_j|. What depends on all norms
+It relies on an identity: sum_j (rho/|g_j|) g_j = rho * sum_j g_j/|g_j|. What depends on all norms
 is a common factor, multiplied in at the end. Sums are kept relative to a reference, the first
-micro-batch whose factor is not 0 (it enters as it is, the others as multiples of its weight), so
-that one micro-batch alone comes out bit for bit and no intermediate value leaves the range of the
-gradients themselves. A reference near the ends of that range enters times a power of two.
+micro-batch whose factor is not 0 (it enters unscaled, the others as multiples of its weight), so
+that a single micro-batch comes out bit for bit and no intermediate value leaves the range of the
+gradients. A reference near the ends of that range is scaled by a power of two.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from microclip import multitensor
 from microclip.engines.gradients import Gradients, add_multiple
-from microclip.engines.tally import Tally
+from microclip.engines.step_record import StepRecord
 from microclip.rules import check_agreement, countable, factors
 
 ORDINARY = (1e-20, 1e20)  # norms whose sums neither overflow nor lose digits
@@ -28,15 +28,15 @@ class Sum:
 
     def __init__(self) -> None:
         self.gradients: Gradients = {}
-        self._reference: Tensor | None = None  # its share; NaN, or None: there is none yet
-        self.scale = 1.0  # what the reference enters with
+        self._reference: Tensor | None = None  # its share; NaN or None: there is none yet
+        self.scale = 1.0  # the factor of the reference
 
     def multiples(self, shares: Tensor, norms: Tensor) -> Tensor:
-        """Return what to multiply the next gradients with, from their shares: one or a row.
+        """Return the factors of the next gradients, from their shares: a scalar or a vector.
 
-        A share of NaN marks a gradient that is zero (whatever multiplies it) or not finite
-        (blanked, or about to make everything NaN): the multiple may be anything but 0. Before there
-        is a reference, shares are NaN or 0.
+        A share of NaN marks a gradient that is zero (any factor will do) or not finite (blanked,
+        or about to make everything NaN): the factor may be anything but 0. Before there is a
+        reference, shares are NaN or 0.
         """
         if shares.dim() == 0 and multitensor.on_host(shares):
             return self._multiple(shares, norms)
@@ -51,7 +51,7 @@ class Sum:
         return found if self.scale == 1 else found * self.scale
 
     def _multiple(self, share: Tensor, norm: Tensor) -> Tensor:
-        """Return the multiple for one share on the host: the same by numbers, which is faster."""
+        """Return the factor for one share on the host, with plain numbers, which is faster."""
         value = share.item()
         if math.isnan(value):
             return (
@@ -66,11 +66,11 @@ class Sum:
 
 
 class Sums:
-    """One sum for each domain, until all its norms are known; then it joins the others'."""
+    """One sum per domain until all its norms are known; then it is added to the others."""
 
-    def __init__(self, tally: Tally) -> None:
-        self._tally = tally
-        self._streams = tally.policy.rule.streams
+    def __init__(self, record: StepRecord) -> None:
+        self._record = record
+        self._streams = record.policy.rule.streams
         self._open: dict[Hashable, Sum] = {}
         self._closed: Gradients = {}
 
@@ -79,19 +79,19 @@ class Sums:
         return self._open.setdefault(domain, Sum())
 
     def shares(self, norms: Tensor, sizes: Tensor | int) -> Tensor:
-        """Return size x weight of micro-batches, up to a factor that they have in common."""
+        """Return size x weight of micro-batches, up to a common factor."""
         return sizes * self._factors(norms)
 
     def _factors(self, norms: Tensor) -> Tensor:
         if self._streams:
-            return factors(self._tally.policy.rule, norms)
-        # a rule that does not stream comes here with a single micro-batch, where any factor will do
+            return factors(self._record.policy.rule, norms)
+        # a rule that does not stream gets here only with a single micro-batch: any factor will do
         return torch.where(countable(norms).isnan(), torch.nan, 1.0)
 
     @torch.no_grad()
     def close(self, domain: Hashable) -> None:
-        """Give a domain its common factor, if all its norms are known, and free its sum."""
-        if self._tally.waits:
+        """Apply the common factor of a domain, if all its norms are known, and free its sum."""
+        if self._record.waits:
             return
         multiplier = self._multiplier(domain)
         add_multiple(self._closed, self._open.pop(domain).gradients, multiplier)
@@ -99,24 +99,24 @@ class Sums:
     @torch.no_grad()
     def finish(self) -> Gradients:
         """Return sum_j coefficient_j g_j."""
-        self._tally.leave_out()
-        divisor = self._tally.divisor()
+        self._record.leave_out()
+        divisor = self._record.divisor()
         domain, last = next(reversed(self._open.items()))
         multiplier = self._multiplier(domain)
         del self._open[domain]
         for other in list(self._open):
             self.close(other)
         multitensor.multiply_(list(last.gradients.values()), multiplier / divisor)
-        # with one domain nothing is closed before the end, and one multiplication does it all
+        # with one domain nothing was closed before, and one multiplication is all there is
         add_multiple(last.gradients, self._closed, 1 / divisor)
         return last.gradients
 
     def _multiplier(self, domain: Hashable) -> Tensor:
         """Return weight x size of the domain's reference (0: nothing counts)."""
-        weights, norms = self._tally.judge(domain).weights, self._tally.norms(domain)
+        weights, norms = self._record.weigh(domain).weights, self._record.norms(domain)
         if self._streams:
-            check_agreement(self._tally.policy.rule, norms, weights)
-        shares = weights * self._tally.sizes(domain)
+            check_agreement(self._record.policy.rule, norms, weights)
+        shares = weights * self._record.sizes(domain)
         return shares.gather(0, _first(self._factors(norms))).squeeze(0) / self._open[domain].scale
 
 
@@ -128,7 +128,7 @@ def _scale(norm: float) -> float:
 
 
 def _reference_among(shares: Tensor) -> Tensor:
-    """Return the first share that others can be measured by; NaN if there is none."""
+    """Return the first share that can serve as the reference; NaN if there is none."""
     if shares.dim() == 0:
         return torch.where(shares == 0, torch.nan, shares)
     found = shares.gather(0, _first(shares)).squeeze(0)
@@ -136,5 +136,5 @@ def _reference_among(shares: Tensor) -> Tensor:
 
 
 def _first(shares: Tensor) -> Tensor:
-    """Return the place of the first share that is neither NaN nor 0, reading none on the host."""
+    """Return the index of the first share that is neither NaN nor 0, without reading any."""
     return (~shares.isnan() & (shares != 0)).int().argmax(0, keepdim=True)

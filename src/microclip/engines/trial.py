@@ -1,4 +1,7 @@
-"""Finding out, on a real batch, whether the single-pass engine is exact and faster."""
+"""The trial of "auto": on a real batch, check whether the single-pass engine is exact and faster.
+
+Kept apart from `select` because it imports the single-pass engine.
+"""
 
 from __future__ import annotations
 
@@ -12,22 +15,22 @@ import torch
 from torch import nn
 
 from microclip.engines.base import CannotFuseError, Engine, MeanLossError
+from microclip.engines.dropout import DropoutDisabled
 from microclip.engines.gradients import Gradients
 from microclip.engines.losses import LossFn
 from microclip.engines.single_pass.engine import Fused
 from microclip.engines.single_pass.verify import AutocastWatch, Comparison
 from microclip.engines.snapshot import Memory, Snapshot
-from microclip.engines.stillness import Still
+from microclip.engines.step_record import Policy, StepRecord
 from microclip.engines.stream import Stream
-from microclip.engines.tally import Policy, Tally
 from microclip.engines.two_pass import TwoPass
-from microclip.microbatches import Cuts
+from microclip.microbatches import MicrobatchList
 
 NOT_FINITE = "The first gradients are not finite, so nothing could be compared yet."
-ROUNDS = 3  # of which the first warms up and the others count
-MORE_ROUNDS = 6  # while it is a close race,
-CLOSE = 1.3  # one being at most so much faster,
-PATIENCE = 20.0  # and for so many seconds
+ROUNDS = 3  # the first warms up, the others count
+MORE_ROUNDS = 6  # while the race is close:
+CLOSE = 1.3  # one is at most this much faster,
+PATIENCE = 20.0  # and no more than this many seconds have passed
 
 
 @dataclass(frozen=True)
@@ -36,41 +39,41 @@ class EngineReport:
 
     engine: str
     reason: str
-    seconds: dict[str, float] = field(default_factory=dict)  # of one step, by engine
+    seconds: dict[str, float] = field(default_factory=dict)  # per step, by engine
     error: float | None = None  # of the single-pass gradient, relative to the other's norm
-    suspect: str | None = None  # the parameter with the largest error, if it is too large
-    refused: bool = False  # whether the model does something that a single pass cannot follow
+    suspect: str | None = None  # the parameter with the largest error, if too large
+    refused: bool = False  # whether the model does something that a single pass cannot handle
 
 
-def certain(policy: Policy) -> type[Engine]:
+def reliable(policy: Policy) -> type[Engine]:
     """Return the engine that works for every model."""
     return Stream if policy.rule.streams else TwoPass
 
 
 def try_out(
     model: nn.Module,
-    make: Callable[[type[Engine], Tally], Engine],
+    make: Callable[[type[Engine], StepRecord], Engine],
     loss_fn: LossFn,
-    cuts: Cuts,
+    microbatches: MicrobatchList,
     policy: Policy,
     memory: Memory,
 ) -> EngineReport:
-    """Run a batch through the single-pass engine and one that is certain, and compare."""
+    """Run a batch through the single-pass engine and the reliable one, and compare."""
     policy = replace(policy, nonfinite="propagate")
     devices = {parameter.device for parameter in model.parameters()}
     before = memory.snapshot(loss_fn)
     edited: bool | None = None
-    fallback = certain(policy)
+    fallback = reliable(policy)
     autocast = AutocastWatch({device.type for device in devices})
 
     def run(engine: type[Engine]) -> tuple[Gradients, float]:
         nonlocal edited
         before.restore()
-        tally = Tally(policy, step=0)
-        own = cuts.keep_copy().pristine.keep_copy()  # loss_fn may write to its batch
+        record = StepRecord(policy, step=0)
+        own = microbatches.keep_copy().pristine.keep_copy()  # loss_fn may write to its batch
         start = time.perf_counter()
-        with Still():
-            made = make(engine, tally)
+        with DropoutDisabled():
+            made = make(engine, record)
             made.fold(loss_fn, own, final=True)
             gradients = made.finish()
         _wait_for(devices)
@@ -111,13 +114,13 @@ def _compare(
         except (CannotFuseError, torch.OutOfMemoryError):
             raise
         except Exception as failure:
-            # Whoever made the mistake, the certain engine will show it or do without.
+            # If the mistake is the user's, the reliable engine will raise it as well.
             return EngineReport(fallback.name, f"A single pass failed: {failure!r}")
         still = not before.has_drawn()
         trusted, several = run(fallback)
         if turn:
             rounds.append((single, several))
-            # within a round both were as much disturbed by whatever else goes on
+            # within a round, both are slowed down equally by other load
             typical = median(several for _, several in rounds)
             ratio = median(single / several for single, several in rounds)
             seconds = {"fused": typical * ratio, fallback.name: typical}
@@ -128,7 +131,7 @@ def _compare(
     if suspect is not None and not still:
         return EngineReport(
             fallback.name,
-            "The model draws random numbers that cannot be held still for a comparison.",
+            "The model draws random numbers that cannot be fixed for a comparison.",
             seconds,
             error,
         )
@@ -144,7 +147,7 @@ def _compare(
         )
     faster = min(seconds, key=seconds.__getitem__)
     times = ", ".join(f"{name} {value:.3g} s" for name, value in seconds.items())
-    return EngineReport(faster, f"All are exact, and it is the fastest ({times}).", seconds, error)
+    return EngineReport(faster, f"Both are exact, and it is faster ({times}).", seconds, error)
 
 
 def _compared(found: Gradients, trusted: Gradients) -> Comparison:
@@ -155,7 +158,7 @@ def _compared(found: Gradients, trusted: Gradients) -> Comparison:
 
 
 def _wait_for(devices: set[torch.device]) -> None:
-    """Let accelerators finish, so that the clock shows what the work took."""
+    """Wait for accelerators, so that the clock shows the actual work."""
     for device in devices:
         if device.type != "cpu":
             torch.get_device_module(device).synchronize(device)

@@ -1,13 +1,13 @@
 """The two-pass engine: norms first, without keeping a gradient; then the weighted sum.
 
-In both passes a hook takes every parameter's gradient the moment autograd has it: the first takes
-its norm and drops it, the second adds weight x gradient to what becomes `.grad`. So there is never
-a second buffer of the model's size, and any rule will do, at the price of a second forward and
-backward. The weight goes on the gradient and not on the loss: scaling the loss would let models
-that calculate partly in lower precision round differently in the two passes.
+In both passes a hook takes every parameter's gradient as soon as autograd has it: the first pass
+computes its norm and drops it, the second adds weight x gradient to what becomes `.grad`. So there
+is never a second buffer of the model's size, and any rule works, at the price of a second forward
+and backward pass. The weight multiplies the gradient, not the loss: scaling the loss would make
+models that compute partly in lower precision round differently in the two passes.
 
-The second pass starts from a snapshot of all that the first one changed, and what it finds is
-compared with the first. If they differ, the norms were those of other gradients: an error.
+The second pass starts from a snapshot of everything that the first one changed, and its losses and
+norms are compared with the first. If they differ, the norms belong to other gradients: an error.
 """
 
 from __future__ import annotations
@@ -30,35 +30,35 @@ from microclip.engines.gradients import (
     set_aside,
     take,
 )
-from microclip.engines.losses import LossFn, Outsiders, backward, evaluate, unscale
+from microclip.engines.losses import LossFn, OutsideParameterCheck, backward, evaluate, unscale
 from microclip.engines.randomness import Randomness, RandomState
 from microclip.engines.snapshot import Snapshot
-from microclip.microbatches import Cuts, Microbatch
+from microclip.microbatches import Microbatch, MicrobatchList
 
-# by how much a loss or a norm may differ between passes: kernels may add up in another order
+# how much a loss or norm may differ between passes: kernels may sum in another order
 SAME = {torch.float64: 1e-9, torch.float32: 1e-4}
 SAME_ROUNDED = 2e-2  # in half precision, or under autocast
 
 
 class PassesDifferError(RuntimeError):
-    """The second pass over a micro-batch gave another gradient than the first."""
+    """The second pass over a micro-batch gave a different gradient than the first."""
 
 
 @dataclass(frozen=True)
 class _Visit:
-    """What it takes to come back to a micro-batch."""
+    """What the second pass over a micro-batch needs from the first."""
 
     loss_fn: LossFn
     microbatch: Microbatch
     random_state: RandomState
     autocast: _Autocast
-    before: Snapshot | None  # at the start of a part
+    before: Snapshot | None  # only for the first micro-batch of a fold
     loss: Tensor
     norm: Tensor
 
 
 class TwoPass(Engine):
-    """Visits every micro-batch twice."""
+    """Runs every micro-batch twice."""
 
     name = "two_pass"
 
@@ -68,11 +68,11 @@ class TwoPass(Engine):
         self._visits: list[_Visit] = []
         self._touched: set[str] = set()
         self._loss_fns: list[LossFn] = []
-        self._is_whole = False  # whether there is one batch, folded and finished at once
-        self._at_work = False  # whether the backward pass going on is this engine's
+        self._is_whole = False  # whether the step is one batch, folded and finished at once
+        self._at_work = False  # whether this engine runs the current backward pass
 
-    def fold(self, loss_fn: LossFn, microbatches: Cuts, final: bool) -> None:
-        """First pass: take the norms of these micro-batches, and remember how to come back."""
+    def fold(self, loss_fn: LossFn, microbatches: MicrobatchList, final: bool) -> None:
+        """First pass: compute the norms of these micro-batches."""
         norms: dict[str, Tensor] = {}
 
         def take_norm(name: str, gradient: Tensor) -> None:
@@ -80,29 +80,29 @@ class TwoPass(Engine):
                 raise NotImplementedError(
                     f"Autograd delivered the gradient of parameter {name!r} in several parts, as "
                     "reentrant checkpointing does for a shared parameter, so its norm cannot be "
-                    'taken without keeping it. Use engine="stream" or use_reentrant=False.'
+                    'computed without keeping it. Use engine="stream" or use_reentrant=False.'
                 )
             norms[name] = multitensor.norm([gradient], gradient.device)
 
         self._expect_no_doubts()
         self._is_whole = final
-        # of every part: somebody may change things between two of them
+        # for every fold: the user may change things in between
         before: Snapshot | None = self.memory.in_every_step(loss_fn)
         if not any(known is loss_fn for known in self._loss_fns):
             self._loss_fns.append(loss_fn)
-        outsiders = Outsiders(self.parameters, self.tally.step, len(microbatches), final)
-        # the first pass may have the copy: then the batch ends as one pass would leave it
+        outside = OutsideParameterCheck(self.parameters, self.record.step, len(microbatches), final)
+        # the first pass gets the copy, so that the batch ends up as after a single pass
         first = microbatches.pristine
         with set_aside(self.parameters), self._each_gradient(take_norm):
             for microbatch, original in zip(first, microbatches, strict=True):
                 state, autocast = RandomState.now(self._devices), _Autocast.now(self._devices)
                 loss, each = evaluate(loss_fn, microbatch)
-                outsiders.check(loss)
+                outside.check(loss)
                 if each is None:
-                    self.tally.on_loss(loss, microbatch.size)
+                    self.record.on_loss(loss, microbatch.size)
                 self._differentiate(loss, take_norm)
                 norm = unscale(multitensor.join(norms.values(), self.device), self.scaler)
-                self.tally.add(microbatch, norm, loss.detach(), each)
+                self.record.add(microbatch, norm, loss.detach(), each)
                 self._touched.update(norms)
                 norms.clear()
                 found = loss.detach(), norm
@@ -112,25 +112,25 @@ class TwoPass(Engine):
         self.memory.note_edits(microbatches)
 
     def finish(self) -> Gradients:
-        """Second pass: add up what is now known to be each gradient's share."""
-        coefficients = self.tally.coefficients()
-        left_out = set(self.tally.leave_out())
+        """Second pass: add up the gradients, with coefficients that are now known."""
+        coefficients = self.record.coefficients()
+        left_out = set(self.record.leave_out())
         sums: Gradients = {}
         firsts = [visit.before for visit in self._visits if visit.before is not None]
         for before in firsts:
             before.learn()
-        # a second pass over one batch ends where the first one did; after a fold, somebody may have
-        # changed something since
+        # a second pass over one batch ends in the same state as the first; after a fold, the user
+        # may have changed something since
         after = None if self._is_whole else self.memory.in_every_step(*self._loss_fns)
         randomness = Randomness.now(self._devices)
-        comparison = _Comparison(self.tally.step, len(self._visits))
+        comparison = _Comparison(self.record.step, len(self._visits))
         norms: list[Tensor] = []
         share: Tensor | None = None
 
         def add(name: str, gradient: Tensor) -> None:
             if comparison.is_due:
                 norms.append(multitensor.norm([gradient], gradient.device))
-            if name not in sums:  # which keeps it, while autograd may give its memory to others
+            if name not in sums:  # which keeps it, while autograd may reuse its memory
                 gradient = gradient.clone()
             assert share is not None
             add_multiple(sums, {name: gradient}, share)
@@ -139,7 +139,7 @@ class TwoPass(Engine):
             with set_aside(self.parameters), self._each_gradient(add):
                 for row, visit in enumerate(self._visits):
                     loss = self._run_again(visit, comparison)
-                    if row in left_out:  # only run, for the traces that it leaves
+                    if row in left_out:  # run only for its side effects
                         continue
                     share = coefficients[row]
                     comparison.add("loss", visit.loss, loss.detach())
@@ -150,24 +150,24 @@ class TwoPass(Engine):
                     norms.clear()
             self.memory.doubts = comparison.pending
         except PassesDifferError as error:
-            if after is None:  # as if the step had not begun
+            if after is None:  # back to before the step
                 firsts[0].restore()
             for place in sorted(set().union(*(before.unforeseen() for before in firsts))):
                 error.add_note(f"microclip: the forward pass writes to {place}.")
             self.memory.look_again()
             raise
         finally:
-            # generators and state have already moved on once, in the first pass
+            # random states and side effects were already advanced by the first pass
             if after is not None:
                 after.restore()
             randomness.restore()
-        for name in self._touched - set(sums):  # every micro-batch that reaches it was left out
+        for name in self._touched - set(sums):  # every micro-batch that uses it was skipped
             zero = torch.zeros_like(self.parameters[name])
             sums[name] = torch.view_as_real(zero) if zero.is_complex() else zero
         return sums
 
     def _run_again(self, visit: _Visit, comparison: _Comparison) -> Tensor:
-        """Return the loss of a micro-batch, from where the first pass started."""
+        """Return the loss of a micro-batch, starting from the same state as the first pass."""
         if visit.before is not None:
             visit.before.restore()
         visit.random_state.restore()
@@ -177,9 +177,9 @@ class TwoPass(Engine):
         return loss
 
     def _differentiate(self, loss: Tensor, receive: Callable[[str, Tensor], None]) -> None:
-        """Differentiate, with hooks in place that hand every gradient over.
+        """Differentiate, with hooks in place that pass every gradient to `receive`.
 
-        What `loss_fn` has differentiated itself is in `.grad` by now, and becomes part of it.
+        If `loss_fn` has run a backward pass itself, what is in `.grad` is passed on as well.
         """
         self._at_work = True
         try:
@@ -192,7 +192,7 @@ class TwoPass(Engine):
 
     @contextmanager
     def _each_gradient(self, receive: Callable[[str, Tensor], None]) -> Iterator[None]:
-        """Hand every gradient over, inside the block, instead of keeping it in `.grad`."""
+        """Inside the block, pass every gradient to `receive` instead of keeping it in `.grad`."""
 
         def hook_for(name: str) -> Callable[[nn.Parameter], None]:
             @torch.no_grad()
@@ -217,7 +217,7 @@ class TwoPass(Engine):
                 handle.remove()
 
     def _expect_no_doubts(self) -> None:
-        """Raise if the step before was found to be wrong, where finding out took until now."""
+        """Raise if the previous step turned out wrong, which was not read until now."""
         doubts, self.memory.doubts = self.memory.doubts, []
         for same, message in doubts:
             if not bool(same):
@@ -225,7 +225,7 @@ class TwoPass(Engine):
 
 
 class _Autocast:
-    """Whether operations are done in lower precision, and which, by type of device."""
+    """The autocast settings, by device type."""
 
     def __init__(self, kinds: tuple[str, ...]) -> None:
         self._settings = [
@@ -235,11 +235,11 @@ class _Autocast:
 
     @classmethod
     def now(cls, devices: set[torch.device]) -> _Autocast:
-        """Read the present settings."""
+        """Read the current settings."""
         return cls(tuple(sorted({device.type for device in devices})))
 
     def again(self) -> AbstractContextManager[None]:
-        """Inside the block it is as it was."""
+        """Inside the block, these settings apply again."""
         if not self.is_on and not any(torch.is_autocast_enabled(k) for k, _, _ in self._settings):
             return nullcontext()
         return self._set()
@@ -254,10 +254,10 @@ class _Autocast:
 
 @dataclass
 class _Comparison:
-    """Whether the second pass finds what the first one found.
+    """Compares the second pass with the first.
 
-    Losses are compared always, norms of all micro-batches at steps 0, 1, 3, 7, ... and of one in
-    between. What an accelerator says is read in the next step, when it costs nothing.
+    Losses are always compared; norms of all micro-batches at steps 0, 1, 3, 7, ..., and of one
+    micro-batch at other steps. On accelerators, results are read in the next step, when it is free.
     """
 
     step: int
@@ -268,7 +268,7 @@ class _Comparison:
     pending: list[tuple[Tensor, str]] = field(default_factory=list)
 
     def begin(self, microbatch: Microbatch, rounded: bool) -> None:
-        """Come to the next micro-batch."""
+        """Move on to the next micro-batch."""
         self._row += 1
         self._microbatch, self._rounded = microbatch, rounded
 
@@ -278,7 +278,7 @@ class _Comparison:
         return self.step & (self.step + 1) == 0 or self._row == self.step % self.visits
 
     def add(self, what: str, first: Tensor, second: Tensor) -> None:
-        """Compare a number of both passes."""
+        """Compare a number from both passes."""
         tolerance = SAME.get(first.dtype, SAME_ROUNDED)
         if what != "loss":  # norms are float64, of gradients that are not
             tolerance = SAME[torch.float32]
@@ -299,7 +299,7 @@ class _Comparison:
         return (
             f"Step {self.step}: the two passes over the micro-batch of examples {ids} gave "
             f"different values for the {what}{values}, so the gradient is not the one whose norm "
-            "was taken. loss_fn depends on something that changes from call to "
-            "call and cannot be put back (an object of your own, a file, a generator). Use a rule "
-            'and an engine that need one pass (engine="stream").'
+            "was computed. loss_fn depends on something that changes from call to call and cannot "
+            "be restored (a custom object, a file, a generator). Use a rule and an engine that "
+            'need one pass (engine="stream").'
         )

@@ -1,1 +1,1 @@
-"""microclip in the stacks that people train with; each module needs its extra installed."""
+"""microclip in transformers, Accelerate and Lightning; each module needs its extra installed."""

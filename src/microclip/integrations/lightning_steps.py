@@ -1,17 +1,19 @@
-"""Running a batch of Lightning's loop micro-batch by micro-batch, in the strategy's own steps.
+"""How Lightning's loop runs a batch micro-batch by micro-batch.
 
-While a callback holds them, `training_step` and `backward` of the strategy are these. Lightning
-asks for the loss, clears `.grad` at the start of a window, asks for the gradient, and lets the
-optimizer step when the window ends. All micro-batches but the last are therefore differentiated
-while it asks for the loss, the last one when it asks for the gradient: after every hook around
-`backward`, so that what they change is clipped, and before the loss scaler looks at `.grad`.
+`ClippedSteps` replaces the strategy's `training_step` and `backward` while the callback is active.
+Lightning computes the loss, clears `.grad` if a window of accumulation starts, runs backward, and
+steps the optimizer if the window ends. All micro-batches but the last are therefore differentiated
+while Lightning computes the loss, and the last one in `backward`: after every hook around
+`backward`, so that we clip what they leave, and before the loss scaler looks at `.grad`.
 """
 
 from __future__ import annotations
 
+import inspect
+import math
 import warnings
-from collections.abc import Callable, Hashable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,17 +21,18 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 
-from microclip import time_first
+from microclip import mistakes
 from microclip.clipper import Clipper
 from microclip.engines.gradients import set_aside, trainable
-from microclip.integrations.lightning_outputs import Logs, Outputs
 from microclip.microbatches import Ids, count_examples, cut
 from microclip.outcome import Outcome
+
+_REDUCTIONS = {"mean": "mean", "avg": "mean", "sum": "sum", "max": "max", "min": "min"}
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A micro-batch."""
+    """One micro-batch of a batch."""
 
     batch: Any
     size: int
@@ -38,8 +41,8 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Batches:
-    """How batches are looked at and cut; the fields are arguments of `MicrobatchClip`."""
+class BatchCutter:
+    """Cuts batches into micro-batches; the fields are arguments of `MicrobatchClip`."""
 
     microbatch_size: int | None
     batch_dim: int | None
@@ -50,15 +53,15 @@ class Batches:
     def pieces(self, batch: Any, first_position: int) -> list[Piece]:
         """Return the micro-batches of a batch."""
         ids = None if self.ids is None else self.ids(batch)
-        labels = _labels(None if self.domain is None else self.domain(batch))
+        labels = _to_labels(None if self.domain is None else self.domain(batch))
         if self.size is not None:
-            domain = _only(labels) if isinstance(labels, list) else labels
+            domain = _single_domain(labels) if isinstance(labels, list) else labels
             names = ids.tolist() if isinstance(ids, Tensor) else ids
             return [Piece(batch, self.size(batch), None if names is None else tuple(names), domain)]
         count = count_examples(batch, self.batch_dim or 0)
         domains = labels if isinstance(labels, list) else [labels] * count
         if self.microbatch_size is None:
-            _only(domains)
+            _single_domain(domains)
         found = cut(
             batch,
             self.microbatch_size,
@@ -72,19 +75,19 @@ class Batches:
         return [Piece(each.batch, each.size, each.ids, each.domain) for each in found]
 
 
-class Steps:
-    """Holds a strategy's `training_step` and `backward` until it is told to let go."""
+class ClippedSteps:
+    """Replaces a strategy's `training_step` and `backward` until `release` puts them back."""
 
-    def __init__(self, trainer: pl.Trainer, clipper: Clipper, batches: Batches) -> None:
+    def __init__(self, trainer: pl.Trainer, clipper: Clipper, cutter: BatchCutter) -> None:
         self.clipper = clipper
-        self.folded = 0  # micro-batches of the window that is open
-        self.unseen: Outcome | None = None  # of a window that ended with this batch
-        self._trainer, self._batches = trainer, batches
+        self.folded = 0  # micro-batches folded in the current window
+        self.unlogged: Outcome | None = None  # set when a window ends, until it is logged
+        self._trainer, self._cutter = trainer, cutter
         self._examples = 0
-        self._pending: tuple[Tensor, Piece] | None = None  # run, but not differentiated
-        self._parameters: dict[str, nn.Parameter] = {}  # of this window
+        self._pending: tuple[Tensor, Piece] | None = None  # forward has run, backward has not
+        self._parameters: dict[str, nn.Parameter] = {}  # trainable in this window
         self._batch = -1
-        self._watched = batches.batch_dim is not None
+        self._layout_checked = cutter.batch_dim is not None
         self._warned: set[str] = set()
         strategy = trainer.strategy
         self._before = {name: vars(strategy).get(name) for name in ("training_step", "backward")}
@@ -93,80 +96,83 @@ class Steps:
         strategy.backward = self.backward  # type: ignore[method-assign,assignment]
 
     def release(self) -> None:
-        """Give the strategy its own steps back, and drop what no optimizer step will use."""
+        """Restore the strategy's own methods and drop an unfinished window."""
         for name, value in self._before.items():
             if value is None:
                 vars(self._trainer.strategy).pop(name, None)
             else:
                 setattr(self._trainer.strategy, name, value)
-        self._drop()
+        self._discard_window()
 
     def training_step(self, batch: Any, *rest: Any) -> Any:
-        """Run a batch; what is returned is of all its micro-batches, None if all were skipped."""
+        """Run a batch and return its merged output; None if every micro-batch was skipped."""
         if getattr(self._trainer.fit_loop, "_skip_backward", False):  # averaging BatchNorm only
             return self._step(batch, *rest)
-        self._begin()
+        self._start_batch()
         pieces = self._pieces(batch)
-        self._check_count(len(pieces))
+        self._warn_if_single(len(pieces))
         module = self._trainer.lightning_module
-        logs, outputs = Logs(module) if len(pieces) > 1 else None, Outputs()
+        logs = MicrobatchLogs(module) if len(pieces) > 1 else None
+        outputs = MicrobatchOutputs()
         with self.clipper.local():
             for piece in pieces:
                 self._fold_pending()
-                with self._watching(piece), logs.of(piece.size) if logs else nullcontext():
+                capture = logs.capture(piece.size) if logs else nullcontext()
+                with self._checking_layout(piece), capture:
                     output = self._step(piece.batch, *rest)
                 loss = output.get("loss") if isinstance(output, Mapping) else output
                 if output is None:
                     continue
                 if not isinstance(loss, Tensor):
-                    return output  # Lightning says what is wrong
+                    return output  # Lightning raises its own error for this
                 self._pending = loss, piece
                 if logs:
                     outputs.add(output, piece.size)
         if logs:
             logs.write()
-            output = outputs.joined() if len(outputs) else None
-        return self._skipped() if output is None else output
+            output = outputs.merged() if len(outputs) else None
+        return self._finish_without_loss() if output is None else output
 
     def backward(
         self, loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any
-    ) -> Tensor:  # the strategy's signature; the loss is the one that is pending
-        """Differentiate what is left of a batch; at the end of a window clip."""
+    ) -> Tensor:  # the strategy's signature; we differentiate the pending loss instead
+        """Differentiate the batch's last micro-batch; clip if the window ends."""
         with self.clipper.local():
             self._fold_pending(optimizer, *args, **kwargs)
-        if self._ends():
+        if self._window_ends():
             self._finish()
         return loss.detach()
 
-    def _begin(self) -> None:
+    def _start_batch(self) -> None:
         loop = self._trainer.fit_loop.epoch_loop
-        again = self._batch == loop.total_batch_idx
+        repeated = self._batch == loop.total_batch_idx
         self._batch = loop.total_batch_idx
         self._pending = None
         times = self._trainer.accumulate_grad_batches
         if loop.batch_idx % times == 0:
             if self.folded:
                 self._warn(
-                    f"A window of accumulation ended without an optimizer step, so the "
-                    f"{self.folded} micro-batches folded in it are dropped, as Lightning drops "
-                    "their gradients."
+                    f"An accumulation window ended without an optimizer step, so the {self.folded} "
+                    "micro-batches folded in it are dropped, just as Lightning drops their "
+                    "gradients."
                 )
-            self._drop()
-        elif again:
+            self._discard_window()
+        elif repeated:
             name = type(self._trainer.optimizers[0]).__name__
             raise NotImplementedError(
-                f"{name} asks for the gradient of the window's last batch a second time, but those "
-                f"of the batches before it (accumulate_grad_batches={times}) are gone. Use larger "
-                "batches, accumulate_grad_batches=1 and MicrobatchClip(microbatch_size=...)."
+                f"{name} evaluates the last batch of an accumulation window a second time, but "
+                f"the gradients of the batches before it (accumulate_grad_batches={times}) are "
+                "gone by then. Use larger batches with accumulate_grad_batches=1 and "
+                "MicrobatchClip(microbatch_size=...)."
             )
 
     def _pieces(self, batch: Any) -> list[Piece]:
         try:
-            return self._batches.pieces(batch, self._examples)
+            return self._cutter.pieces(batch, self._examples)
         except (TypeError, ValueError) as error:
             error.add_note(
-                "microclip: MicrobatchClip(batch_dim=1) takes batches with time first, and "
-                "MicrobatchClip(size=...) any batch that need not be cut."
+                "microclip: use MicrobatchClip(batch_dim=1) for time-first batches, or "
+                "MicrobatchClip(size=...) for batches that need not be cut."
             )
             raise
 
@@ -175,7 +181,7 @@ class Steps:
             return
         (loss, piece), self._pending = self._pending, None
         optimizer = self._trainer.optimizers[0] if optimizer is None else optimizer
-        # what is in .grad is of the window before, or of parameters that no optimizer clears
+        # .grad still holds the previous window, or belongs to parameters no optimizer clears
         if not self.folded:
             self._parameters = trainable(self.clipper.model)
         with set_aside(self._parameters):
@@ -186,66 +192,197 @@ class Steps:
         self.folded += 1
         self._examples += piece.size
 
-    def _ends(self) -> bool:
-        """Whether Lightning lets the optimizer step after this batch."""
+    def _window_ends(self) -> bool:
+        """Whether Lightning steps the optimizer after this batch."""
         trainer = self._trainer
         number = trainer.fit_loop.epoch_loop.batch_idx + 1
         full = number % trainer.accumulate_grad_batches == 0
         return full or trainer.is_last_batch or number == trainer.num_training_batches
 
     def _finish(self) -> None:
-        self.unseen = self.clipper.finish()
+        self.unlogged = self.clipper.finish()
         self.folded = self._examples = 0
 
-    def _check_count(self, pieces: int) -> None:
+    def _warn_if_single(self, pieces: int) -> None:
         trainer = self._trainer
         if pieces == trainer.accumulate_grad_batches == trainer.world_size == 1:
-            if self._batches.microbatch_size is not None and trainer.is_last_batch:
-                return  # the ragged end of an epoch
+            if self._cutter.microbatch_size is not None and trainer.is_last_batch:
+                return  # the short batch at the end of an epoch
             self._warn(
-                "A step has one micro-batch, so nothing is clipped. Say "
-                "MicrobatchClip(microbatch_size=...) with less than the size of a batch, or "
+                "A step has only one micro-batch, so nothing is clipped. Pass "
+                "MicrobatchClip(microbatch_size=...) a size below the batch size, or use "
                 "Trainer(accumulate_grad_batches=...)."
             )
 
-    def _skipped(self) -> Tensor | None:
-        """Use what was folded before if a window ends with a batch that has no loss."""
-        if not self.folded or not self._ends():
+    def _finish_without_loss(self) -> Tensor | None:
+        """If the window ends with a skipped batch, make the step from what was folded before."""
+        if not self.folded or not self._window_ends():
             return None
         if self.clipper.grad_scaler is None:
             self._finish()
-            return None  # Lightning calls the optimizer nevertheless
-        # with scaled losses it would not; a loss makes it, and backward() finds nothing left to do
+            return None  # Lightning still calls the optimizer
+        # With a loss scaler it would not. Any loss makes it; backward() has nothing left to fold.
         return torch.tensor(torch.nan, device=self._trainer.strategy.root_device)
 
-    def _watching(self, piece: Piece) -> Any:
-        if self._watched:
+    def _checking_layout(self, piece: Piece) -> Any:
+        if self._layout_checked:
             return nullcontext()
-        self._watched = True
-        return time_first.watching(self._trainer.lightning_module, {piece.size}, self._warn)
+        self._layout_checked = True
+        return mistakes.watch_for_time_first(
+            self._trainer.lightning_module, {piece.size}, self._warn
+        )
 
     def _warn(self, message: str) -> None:
         if message[:20] not in self._warned:
             self._warned.add(message[:20])
             warnings.warn(message, UserWarning, stacklevel=2)
 
-    def _drop(self) -> None:
+    def _discard_window(self) -> None:
         self.clipper.discard()
         self.folded = self._examples = 0
         self._pending = None
 
 
-def _labels(domain: Any) -> Any:
-    """Return one label, or a list with one for each example; tensors and arrays are no labels."""
+class MicrobatchOutputs:
+    """Collects what `training_step` returns per micro-batch and merges it for the batch."""
+
+    def __init__(self) -> None:
+        self._outputs: list[Any] = []
+        self._sizes: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self._outputs)
+
+    def add(self, output: Any, size: int) -> None:
+        """Add one micro-batch's output, without its graph."""
+        self._outputs.append(_detach(output))
+        self._sizes.append(size)
+
+    def merged(self) -> Any:
+        """Return the output of the whole batch, with the mean loss."""
+        first, sizes = self._outputs[0], self._sizes
+        if isinstance(first, Tensor):
+            return _weighted_mean(self._outputs, sizes)
+        return {
+            key: _weighted_mean([each[key] for each in self._outputs], sizes)
+            if key == "loss"
+            else _merge(f"{key!r}", [each.get(key) for each in self._outputs], sizes)
+            for key in first
+        }
+
+
+class MicrobatchLogs:
+    """Merges what `training_step` logs per micro-batch into one log entry for the batch."""
+
+    def __init__(self, module: pl.LightningModule) -> None:
+        self._module = module
+        self._log = module.log
+        self._signature = inspect.signature(module.log)
+        self._size = 0
+        self._entries: dict[str, tuple[list[Any], list[int], dict[str, Any]]] = {}
+
+    @contextmanager
+    def capture(self, size: int) -> Iterator[None]:
+        """Inside the block, collect `self.log` calls of a micro-batch of this size."""
+        self._size = size
+        before = vars(self._module).get("log")
+        self._module.log = self._collect  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            del self._module.log  # uncovers the method again
+            if before is not None:
+                self._module.log = before  # type: ignore[method-assign]
+
+    def _collect(self, *args: Any, **kwargs: Any) -> None:
+        options = self._signature.bind(*args, **kwargs).arguments
+        name, value = options.pop("name"), options.pop("value")
+        reduction = _REDUCTIONS.get(_reduction_name(options.get("reduce_fx", "mean")))
+        plain = isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)
+        if not plain or reduction is None:
+            self._log(name, value, **options)  # a torchmetrics Metric accumulates by itself
+            return
+        values, sizes, _ = self._entries.setdefault(name, ([], [], options))
+        values.append(value.detach() if isinstance(value, Tensor) else value)
+        sizes.append(options.get("batch_size") or self._size)
+
+    def write(self) -> None:
+        """Log the merged entries."""
+        for name, (values, sizes, options) in self._entries.items():
+            reduction = _REDUCTIONS[_reduction_name(options.get("reduce_fx", "mean"))]
+            tensors = [torch.as_tensor(value, dtype=_float_dtype(value)) for value in values]
+            if reduction == "mean":
+                value = _weighted_mean(tensors, sizes)
+            else:
+                value = getattr(torch.stack([each.reshape(()) for each in tensors]), reduction)()
+            self._log(name, value, **{**options, "batch_size": sum(sizes)})
+        self._entries.clear()
+
+
+def _to_labels(domain: Any) -> Any:
+    """Return one label, or a list with one per example; tensors and arrays become numbers."""
     return domain.tolist() if hasattr(domain, "tolist") else domain
 
 
-def _only(domains: list[Any]) -> Any:
+def _single_domain(domains: list[Any]) -> Any:
     found = set(domains)
     if len(found) > 1:
         names = ", ".join(sorted(map(repr, found)))
         raise ValueError(
-            f"A batch is one micro-batch, which has one domain, but domain found {names} in it. "
-            "Say MicrobatchClip(microbatch_size=...), which sorts a batch by domain."
+            f"Each batch is one micro-batch, which must have one domain, but domain() returned "
+            f"{names} for this one. Pass MicrobatchClip(microbatch_size=...), which sorts a batch "
+            "by domain before cutting it."
         )
     return found.pop()
+
+
+def _weighted_mean(values: list[Tensor], sizes: list[int]) -> Tensor:
+    total = torch.stack([value * size for value, size in zip(values, sizes, strict=True)]).sum(0)
+    mean: Tensor = total / sum(sizes)
+    return mean
+
+
+def _merge(name: str, values: list[Any], sizes: list[int]) -> Any:
+    """Merge outputs: concatenate per-example values, average numbers, or keep what is equal."""
+    first = values[0]
+    if isinstance(first, Tensor) and all(isinstance(value, Tensor) for value in values):
+        if all(v.dim() > 0 and len(v) == size for v, size in zip(values, sizes, strict=True)):
+            return torch.cat(values)
+        if all(v.dim() == 0 and v.is_floating_point() for v in values):
+            return _weighted_mean(values, sizes)
+        if all(v.shape == first.shape and torch.equal(v, first) for v in values):
+            return first
+    elif isinstance(first, Mapping) and all(isinstance(v, Mapping) for v in values):
+        keys = [key for key in first if all(key in value for value in values)]
+        return {key: _merge(f"{name}[{key!r}]", [v[key] for v in values], sizes) for key in keys}
+    elif all(isinstance(value, float) for value in values):
+        return math.fsum(v * size for v, size in zip(values, sizes, strict=True)) / sum(sizes)
+    elif isinstance(first, list) and all(
+        isinstance(v, list) and len(v) == size for v, size in zip(values, sizes, strict=True)
+    ):
+        return [each for value in values for each in value]
+    elif all(type(value) is type(first) and value == first for value in values):
+        return first
+    raise NotImplementedError(
+        f"training_step returned {name} along with the loss, once for each of {len(values)} "
+        f"micro-batches, and microclip cannot merge these into one value for the batch: {first!r}, "
+        f"{values[1]!r}, ... Return one entry per example or a mean as a float, log it with "
+        "self.log, or leave it out."
+    )
+
+
+def _detach(node: Any) -> Any:
+    if isinstance(node, Tensor):
+        return node.detach()
+    if isinstance(node, Mapping):
+        return {key: _detach(value) for key, value in node.items()}
+    return node
+
+
+def _reduction_name(reduce_fx: Any) -> str:
+    return reduce_fx.lower() if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "")
+
+
+def _float_dtype(value: Any) -> torch.dtype:
+    given = isinstance(value, Tensor) and value.is_floating_point()
+    return value.dtype if given else torch.get_default_dtype()

@@ -1,50 +1,106 @@
-"""What a Trainer would train on for a batch: its loss and gradient, without leaving a trace.
+"""Checks on the loss a Trainer trains on: is it transformers' own, and do two computations agree?
 
-Each pass is run in training mode and from the same random numbers, so that two ways to the same
-loss see the same dropout. Gradients do not pass through `.grad`; buffers, generators and modes are
-put back.
+Per-example losses are known for transformers' own losses only, and a loss can be replaced in many
+places. A function counts as transformers' own if its source file is theirs. `DryRun` computes a
+loss and its gradient in training mode without leaving a trace, and always from the same random
+numbers, so that two ways of computing a loss see the same dropout. Gradients bypass `.grad`;
+buffers, random generators and training modes are restored.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+import os
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import accelerate
 import torch
+import transformers
 from torch import Tensor, nn
+from torch.nn.modules import module as nn_module
+from torch.nn.parallel import DistributedDataParallel
+from transformers.loss.loss_utils import LOSS_MAPPING
 
 from microclip.engines.gradients import trainable
 from microclip.engines.snapshot import undisturbed
+from microclip.wrappers import is_sharded
 
-VALUE = {32: 1e-5, 16: 1e-2}  # how far losses may differ, by the bits they are calculated with
-GRADIENT = {32: 1e-4, 16: 3e-2}  # and each parameter's gradient
-NOISE = {32: 3e-7, 16: 1e-3}  # of the whole gradient's norm, for those that cancel out to nothing
+PACKAGES = tuple(
+    f"{Path(p.__file__ or '').parent}{os.sep}" for p in (transformers, accelerate, torch)
+)
+PEFT = "/site-packages/peft/"  # adapters pass labels and losses through unchanged
+
+# Tolerances, by the bits of the computation
+LOSS_TOLERANCE = {32: 1e-5, 16: 1e-2}
+GRADIENT_TOLERANCE = {32: 1e-4, 16: 3e-2}  # relative, per parameter
+GRADIENT_NOISE = {32: 3e-7, 16: 1e-3}  # of the whole norm, for parameters whose terms cancel out
 
 Gradient = list[Tensor | None]
 
 
+def why_not_stock_loss(
+    trainer: Any, model: nn.Module, inner: nn.Module, inputs: dict[str, Any]
+) -> str | None:
+    """Return why the loss may differ from the one transformers has for this model, or None.
+
+    Called before every step, so it looks at attributes only and never at the values of a tensor.
+    """
+    if not has_stock_compute_loss(trainer):
+        return "compute_loss is overridden"
+    if trainer.compute_loss_func is not None:
+        return "compute_loss_func is set"
+    if trainer.label_smoother is not None:
+        return "label smoothing is on"
+    if is_sharded(inner):
+        return "the model is sharded"
+    for each in {id(model): model, id(inner): inner}.values():
+        found = _why_not_stock_module(each, outer=each is not inner)
+        if found is not None:
+            return found
+    return _why_not_stock_inputs(inner, inputs)
+
+
+def has_stock_compute_loss(trainer: Any) -> bool:
+    """Whether a Trainer's `compute_loss` is transformers' own."""
+    return "compute_loss" not in vars(trainer) and _is_stock(type(trainer).compute_loss)
+
+
+def loss_fingerprint(inner: nn.Module, inputs: dict[str, Any]) -> tuple[Any, ...]:
+    """Return what a model's loss depends on besides its weights, to notice when it changes."""
+    labels = inputs["labels"]
+    forward = getattr(inner.forward, "__func__", inner.forward)
+    loss = (vars(inner).get("_loss_function"), getattr(inner, "loss_type", None))
+    settings = dict(_settings(getattr(inner, "config", None)))
+    return (
+        *(id(inner), type(inner), forward, loss),
+        *(frozenset(inputs), labels.dim(), labels.dtype, settings),
+    )
+
+
 @dataclass(frozen=True)
-class Pass:
+class LossAndGradient:
     """The loss of a batch and its gradient."""
 
     loss: Tensor
-    gradient: Gradient  # empty if it was not asked for
+    gradient: Gradient  # empty if not requested
 
     @property
     def is_finite(self) -> bool:
-        """Whether there is something to compare."""
+        """Whether the loss can be compared at all."""
         return bool(self.loss.isfinite())
 
-    def is_same(self, other: Pass, bits: int) -> bool:
-        """Whether two ways lead to the same, but for rounding."""
-        if not same_value(self.loss, other.loss):
+    def agrees_with(self, other: LossAndGradient, bits: int) -> bool:
+        """Whether loss and gradient are equal up to rounding."""
+        if not losses_agree(self.loss, other.loss):
             return False
-        return same_gradient(self.gradient, other.gradient, bits)
+        return gradients_agree(self.gradient, other.gradient, bits)
 
 
-class Passes:
-    """Runs forward and backward passes of a Trainer's model on the side."""
+class DryRun:
+    """Runs forward and backward passes of a Trainer's model without side effects."""
 
     def __init__(self, trainer: Any, model: nn.Module) -> None:
         self.trainer, self.model = trainer, model
@@ -52,16 +108,16 @@ class Passes:
         halves = any(parameter.element_size() < 4 for parameter in self.parameters)
         mixed = getattr(trainer.accelerator, "mixed_precision", "no") not in (None, "no")
         self.bits = 16 if halves or mixed else 32
-        self.extra_losses: list[str] = []  # that the model reports beside its loss
+        self.extra_losses: list[str] = []  # other losses that the model's output reports
 
-    def loss(self, inputs: dict[str, Any]) -> Tensor:
+    def trainer_loss(self, inputs: dict[str, Any]) -> Tensor:
         """Return the loss that the Trainer trains on."""
         loss = self.trainer.compute_loss(self.model, dict(inputs), num_items_in_batch=None)
         mean: Tensor = loss.mean()
         return mean
 
     def stock_loss(self, inputs: dict[str, Any]) -> Tensor:
-        """Return the same from the Trainer's own `compute_loss`, and note what is added to it."""
+        """Return the same from transformers' own `compute_loss`, and fill in `extra_losses`."""
         inputs = dict(inputs)
         loss: Tensor
         loss, outputs = self.trainer.compute_loss(self.model, inputs, True, None)
@@ -70,30 +126,33 @@ class Passes:
             self.extra_losses = [name for name in others if outputs[name] is not None]
         return loss
 
-    def of(
-        self, loss_fn: Callable[[], Tensor], by_gradient: bool = True, value: Tensor | None = None
-    ) -> Pass:
-        """Return a loss and its gradient, from the present random numbers.
+    def run(
+        self,
+        loss_fn: Callable[[], Tensor],
+        with_gradient: bool = True,
+        expected: Tensor | None = None,
+    ) -> LossAndGradient:
+        """Return a loss and its gradient, computed from the current random state.
 
-        If it is not the value that was expected, the gradient does not matter any more.
+        If the loss is not the expected one, the gradient is not computed: they differ already.
         """
         gradient: Gradient = []
-        with undisturbed(self.model, trainable(self.model)), torch.set_grad_enabled(by_gradient):
+        with undisturbed(self.model, trainable(self.model)), torch.set_grad_enabled(with_gradient):
             with self.trainer.compute_loss_context_manager():
                 loss = loss_fn()
-            if by_gradient and (value is None or same_value(loss.detach(), value)):
+            if with_gradient and (expected is None or losses_agree(loss.detach(), expected)):
                 gradient = list(torch.autograd.grad(loss, self.parameters, allow_unused=True))
-        return Pass(loss.detach(), gradient)
+        return LossAndGradient(loss.detach(), gradient)
 
 
-def same_value(one: Tensor, other: Tensor) -> bool:
-    """Whether two losses are the same but for rounding."""
+def losses_agree(one: Tensor, other: Tensor) -> bool:
+    """Whether two losses are equal up to rounding."""
     bits = 16 if min(one.element_size(), other.element_size()) < 4 else 32
-    return bool((one.float() - other.float()).abs() <= VALUE[bits] * other.float().abs())
+    return bool((one.float() - other.float()).abs() <= LOSS_TOLERANCE[bits] * other.float().abs())
 
 
-def same_gradient(one: Gradient, other: Gradient, bits: int, slack: float = 1.0) -> bool:
-    """Whether two gradients are the same but for rounding, each parameter by itself."""
+def gradients_agree(one: Gradient, other: Gradient, bits: int, slack: float = 1.0) -> bool:
+    """Whether two gradients are equal up to rounding, parameter by parameter."""
     pairs = [
         (_or_zeros(a, like=b), _or_zeros(b, like=a))
         for a, b in zip(one, other, strict=True)
@@ -101,10 +160,10 @@ def same_gradient(one: Gradient, other: Gradient, bits: int, slack: float = 1.0)
     ]
     if not pairs:
         return True
-    apart = torch.stack([norm(a - b) for a, b in pairs])
-    lengths = torch.stack([torch.maximum(norm(a), norm(b)) for a, b in pairs])
-    noise = slack * NOISE[bits] * norm(lengths)
-    return bool((apart <= GRADIENT[bits] * lengths + noise).all())
+    differences = torch.stack([_norm(a - b) for a, b in pairs])
+    norms = torch.stack([torch.maximum(_norm(a), _norm(b)) for a, b in pairs])
+    noise = slack * GRADIENT_NOISE[bits] * _norm(norms)
+    return bool((differences <= GRADIENT_TOLERANCE[bits] * norms + noise).all())
 
 
 def _or_zeros(gradient: Tensor | None, like: Tensor | None) -> Tensor:
@@ -114,8 +173,89 @@ def _or_zeros(gradient: Tensor | None, like: Tensor | None) -> Tensor:
     return torch.zeros_like(like)
 
 
-def norm(tensor: Tensor) -> Tensor:
-    """Return the length of a tensor, in 32 bits or more."""
+def _norm(tensor: Tensor) -> Tensor:
+    """Return the norm of a tensor, in at least 32 bits."""
     wide = torch.promote_types(tensor.dtype, torch.float32)
-    length: Tensor = torch.linalg.vector_norm(tensor.to(wide))
-    return length
+    norm: Tensor = torch.linalg.vector_norm(tensor.to(wide))
+    return norm
+
+
+def _why_not_stock_module(module: nn.Module, outer: bool) -> str | None:
+    name = type(module).__name__
+    compiled = hasattr(module, "_orig_mod")
+    if outer and not compiled and not isinstance(module, DistributedDataParallel):
+        return f"the model is wrapped in {name}"
+    called = outer or type(module).__call__ is nn.Module.__call__
+    if not called or not _is_stock(module.forward):
+        return f"{name}.forward is not transformers' own"
+    hooks = (
+        *(module._forward_hooks.values(), module._forward_pre_hooks.values()),
+        *(nn_module._global_forward_hooks, nn_module._global_forward_pre_hooks),
+    )
+    if any(hooks):
+        return f"{name} has forward hooks"
+    loss = vars(module).get("_loss_function")
+    if loss is None:
+        loss = LOSS_MAPPING.get(getattr(module, "loss_type", None) or "ForCausalLM")
+    if loss is not None and not _is_stock(loss):
+        return f"{name}.loss_function is not transformers' own"
+    defined = inspect.getattr_static(type(module), "loss_function", None)
+    if isinstance(defined, property) and defined.fget is not None:
+        defined = defined.fget
+    if defined is not None and not _is_stock(defined):
+        return f"{name}.loss_function is not transformers' own"
+    return None
+
+
+def _why_not_stock_inputs(inner: nn.Module, inputs: dict[str, Any]) -> str | None:
+    labels = inputs.get("labels")
+    if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.dim() == 0:
+        return "the labels are not integers"
+    others = [name for name in inputs if name != "labels"]
+    if any("label" in name or "loss" in name for name in others):
+        return "the inputs have other labels besides 'labels'"
+    known = inspect.signature(inner.forward).parameters
+    unknown = [name for name in others if name not in known]
+    if unknown and not _is_peft(inner):
+        return f"{unknown[0]!r} is not an argument of the model's forward and may reach the loss"
+    return None
+
+
+def _is_stock(function: Any) -> bool:
+    """Whether a function and all it wraps come from transformers, accelerate or torch.
+
+    The code object decides: `functools.wraps` copies the name and module of another function.
+    """
+    return all(_is_in_packages(_source_file(layer)) for layer in _unwrapped(function))
+
+
+def _unwrapped(function: Any) -> Iterator[Any]:
+    seen: set[int] = set()
+    while function is not None and id(function) not in seen:
+        seen.add(id(function))
+        function = getattr(function, "__func__", function)
+        yield function
+        function = getattr(function, "__wrapped__", None)
+
+
+def _source_file(function: Any) -> str:
+    code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
+    return "" if code is None else code.co_filename
+
+
+def _is_in_packages(path: str) -> bool:
+    return PEFT in path or path.startswith(PACKAGES)
+
+
+def _is_peft(module: nn.Module) -> bool:
+    return type(module).__module__.startswith("peft.")
+
+
+def _settings(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the settings of a configuration and of the configurations nested in it."""
+    for name, value in vars(config).items() if config is not None else ():
+        if isinstance(value, transformers.PreTrainedConfig):
+            yield from _settings(value, f"{prefix}{name}.")
+        else:
+            # lists and dicts may be changed in place, so compare what they print as
+            yield f"{prefix}{name}", repr(value) if isinstance(value, list | dict) else value

@@ -1,4 +1,4 @@
-"""The figures of a step that go to a logger, under the same names in every stack."""
+"""The metrics of a step that go to a logger, under the same names in every integration."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ PREFIX = "microclip/"
 
 
 def metrics(outcome: Outcome) -> dict[str, float]:
-    """Return what a step did, as numbers: this reads the device, so do it when you log.
+    """Return what a step did, as numbers. This synchronizes with the device: call it when you log.
 
     >>> import microclip
     >>> model = torch.nn.Linear(2, 1)
@@ -31,7 +31,7 @@ def metrics(outcome: Outcome) -> dict[str, float]:
     quantiles = torch.nanquantile(outcome.norms, levels)
     for name, value in zip(("norm_q10", "norm_q50", "norm_q90"), quantiles, strict=True):
         found[name] = value
-    # how long the mean of the clipped gradients would be at most, next to that of the plain ones
+    # how much of the micro-batches' total norm is left after clipping
     kept = (outcome.norms * outcome.weights).nansum() / outcome.norms.nansum().clamp(min=1e-300)
     found["update_kept"] = kept
     if set(outcome.domains) != {None}:

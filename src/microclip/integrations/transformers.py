@@ -1,14 +1,14 @@
-"""Micro-batch clipping in the Trainer of transformers.
+"""Micro-batch clipping in transformers' Trainer.
 
     from microclip.integrations.transformers import ClippedTrainer
 
     trainer = ClippedTrainer(model, args, train_dataset=data, microbatch_size=4)
 
-`microbatch_size` is independent of `per_device_train_batch_size` and of
-`gradient_accumulation_steps`: a micro-batch may be a part of what the model sees at once, or
-several of those. `max_grad_norm` then acts on the clipped gradient of the whole mini-batch.
+`microbatch_size` is independent of `per_device_train_batch_size` and
+`gradient_accumulation_steps`: a micro-batch may be part of a batch or span several batches.
+`max_grad_norm` then acts on the clipped gradient of the whole mini-batch.
 
-For a Trainer of your own: `class MyClippedTrainer(ClippedTrainerMixin, MyTrainer)`.
+For your own Trainer: `class MyClippedTrainer(ClippedTrainerMixin, MyTrainer)`.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
 from microclip.clipper import Clipper
-from microclip.engines.choose import EngineName, Scope
 from microclip.engines.losses import LossFn, backward
+from microclip.engines.select import EngineName, Scope
 from microclip.integrations.metrics import metrics
 from microclip.microbatches import check_size, count_examples
 from microclip.outcome import Outcome
@@ -42,43 +42,53 @@ except ImportError as error:
         "pip install 'microclip[hf]'"
     ) from error
 
-from microclip.integrations.candidates import of_kind
-from microclip.integrations.columns import EXAMPLES, ColumnCollator, check_column, named_in, read
-from microclip.integrations.denominators import Denominators
-from microclip.integrations.example_losses import ExampleLossFinder, has_gaps, zero_for_nothing
-from microclip.integrations.growing import GrowingMicrobatch
-from microclip.integrations.refusals import (
-    OnlyClipped,
-    check_order,
-    packed_message,
-    refuse_early_use,
-    refuse_shards,
+from microclip.integrations.columns import (
+    EXAMPLE_COUNT,
+    ColumnCollator,
+    check_column,
+    decode_strings,
+    forward_arguments,
 )
+from microclip.integrations.denominator_finder import DenominatorFinder
+from microclip.integrations.denominators import known_denominator
+from microclip.integrations.example_losses import (
+    ExampleLossFinder,
+    may_lack_labels,
+    zero_if_no_labels,
+)
+from microclip.integrations.refusals import (
+    RequireClipped,
+    check_base_classes,
+    not_examples_message,
+    refuse_sharded,
+    refuse_unsupported,
+)
+from microclip.integrations.wide_microbatches import WideMicrobatch
 
 if TYPE_CHECKING:
     from microclip.ledger import Ledger
 
-STATE = "microclip.pt"  # beside the optimizer's, in a checkpoint
+STATE = "microclip.pt"  # in a checkpoint, next to optimizer.pt
 
 
 class ClippedTrainerMixin:
-    """Put it before a Trainer: it replaces the backward pass, and nothing else.
+    """Adds clipping to the Trainer that follows it; replaces the backward pass and nothing else.
 
     Args:
-        microbatch_size: b, the examples clipped together on one rank; None: all that a rank sees at
-            once (`per_device_train_batch_size`).
+        microbatch_size: b, how many examples are clipped together, on one rank. None: a whole
+            batch (`per_device_train_batch_size`).
         rule: How norms become weights; the default is `rules.MinNorm()`.
         engine: As in `Clipper`.
         nonfinite: As in `Clipper`.
         scope: As in `Clipper`, for FSDP2.
         ledger: As in `Clipper`: records what was done to which examples.
-        domain_column: A column of the data set with the examples' domains.
-        id_column: A column of the data set with the examples' names.
+        domain_column: The column of the data set with the examples' domains.
+        id_column: The column of the data set with the examples' ids.
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        check_order(cls, ClippedTrainerMixin)
+        check_base_classes(cls, ClippedTrainerMixin)
 
     def __init__(
         self,
@@ -98,21 +108,21 @@ class ClippedTrainerMixin:
         self._options |= {"scope": scope, "ledger": ledger}
         self._columns = {"domains": domain_column, "ids": id_column}
         self._fresh_rule = None if rule is None else deepcopy(rule.state_dict())
-        self.clipper: Clipper | None = None  # made with the first batch, for the wrapped model
-        self._state: dict[str, Any] | None = None  # of a checkpoint, until the clipper has it
+        self.clipper: Clipper | None = None  # created with the first batch, for the wrapped model
+        self._state: dict[str, Any] | None = None  # from a checkpoint, until the clipper is created
         self._losses = ExampleLossFinder(self)
-        self._growing = GrowingMicrobatch(self._size or 1)
-        self._means: Denominators | None = None
-        self._means_for: tuple[Any, ...] = ()
-        self._folded = False  # something since the last optimizer step
-        self._clipped = False  # what is in `.grad`
+        self._wide = WideMicrobatch(self._size or 1)
+        self._finder: DenominatorFinder | None = None
+        self._finder_for: tuple[Any, ...] = ()  # the loss it belongs to
+        self._folded = False  # anything since the last optimizer step
+        self._clipped = False  # whether `.grad` holds a clipped gradient
         super().__init__(*args, **kwargs)
         trainer: Any = self
-        refuse_early_use(trainer)
-        trainer.add_callback(OnlyClipped(self))
+        refuse_unsupported(trainer)
+        trainer.add_callback(RequireClipped(self))
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Train; what a ledger has recorded is on disk afterwards, however it ends."""
+        """Train, and write the ledger to disk however training ends."""
         try:
             return super().train(*args, **kwargs)  # type: ignore[misc]
         finally:
@@ -120,13 +130,13 @@ class ClippedTrainerMixin:
                 self._options["ledger"].flush()
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """Start anew: what an interrupted training has left is no part of the next step.
+        """Start afresh: the rest of an interrupted step must not enter the next one.
 
-        Called by `train`, and again for every batch size that `auto_find_batch_size` tries.
+        `train` calls this once, or once for every batch size that `auto_find_batch_size` tries.
         """
         self._state = None
-        self._losses, self._means = ExampleLossFinder(self), None
-        self._growing.drop()
+        self._losses, self._finder = ExampleLossFinder(self), None
+        self._wide.discard()
         self._folded = self._clipped = False
         if self.clipper is not None:
             self.clipper.discard()
@@ -135,43 +145,43 @@ class ClippedTrainerMixin:
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None
     ) -> Tensor:
-        """Differentiate one batch; with the last of a step, clip.
+        """Differentiate one batch; clip if it is the last of a step.
 
-        `num_items_in_batch` would make the norm of a gradient follow the number of tokens; every
-        micro-batch has the mean loss of its own.
+        Every micro-batch has its own mean loss. `num_items_in_batch` is not used: with it, the norm
+        of a gradient would depend on the number of tokens.
         """
         trainer: Any = self
         model.train()
         if hasattr(trainer.optimizer, "train") and callable(trainer.optimizer.train):
             trainer.optimizer.train()
         inputs = dict(trainer._prepare_inputs(inputs))
-        packed = inputs.pop(EXAMPLES, None)
-        labels = self._take_columns(inputs)
+        packed = inputs.pop(EXAMPLE_COUNT, None)
+        columns = self._take_columns(inputs)
         clipper = self._clipper_of(model)
-        # not by the size of this batch: the last one of an epoch is only shorter
-        at_once = trainer._train_batch_size or trainer.args.train_batch_size
+        # not the size of this very batch: the last one of an epoch may be shorter
+        batch_size = trainer._train_batch_size or trainer.args.train_batch_size
         if trainer.accelerator.split_batches:
-            at_once //= trainer.accelerator.num_processes
+            batch_size //= trainer.accelerator.num_processes
         last = trainer.accelerator.sync_gradients
         whole_step = last and trainer.current_gradient_accumulation_steps == 1 and not self._folded
-        if packed is not None and self._size not in (None, at_once):
-            raise NotImplementedError(packed_message(packed, inputs, self._size))
+        if packed is not None and self._size not in (None, batch_size):
+            raise NotImplementedError(not_examples_message(packed, inputs, self._size))
         if packed is not None:
-            self._fold_packed(model, clipper, inputs, packed, labels)
-        elif self._size is not None and self._size > at_once:
-            self._grow(model, clipper, inputs, labels)
+            self._fold_packed(model, clipper, inputs, packed, columns)
+        elif self._size is not None and self._size > batch_size:
+            self._add_to_wide(model, clipper, inputs, columns)
             if last:
-                self._growing.fold(clipper)
+                self._wide.fold(clipper)
         else:
-            loss_fn = self._loss_fn(model, inputs, labels.get("domains"), at_once)
+            loss_fn = self._loss_fn(model, inputs, columns.get("domains"), batch_size)
             if whole_step:
-                return self._logged(clipper.backward(loss_fn, inputs, **labels))
-            clipper.fold(loss_fn, inputs, **labels)
+                return self._step_loss(clipper.backward(loss_fn, inputs, **columns))
+            clipper.fold(loss_fn, inputs, **columns)
         self._folded = True
-        return self._logged(clipper.finish() if last else None)
+        return self._step_loss(clipper.finish() if last else None)
 
-    def _logged(self, outcome: Outcome | None) -> Tensor:
-        """Return what counts as a batch's loss: with the last batch of a step, all of it."""
+    def _step_loss(self, outcome: Outcome | None) -> Tensor:
+        """Return the loss for the Trainer's log: the step's with its last batch, 0 before that."""
         trainer: Any = self
         if outcome is not None:
             self._folded, self._clipped = False, True
@@ -180,48 +190,48 @@ class ClippedTrainerMixin:
         return outcome.loss.to(trainer.args.device)
 
     def _take_columns(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """Take domains and ids out of a batch, but for those that the model needs as well."""
+        """Return domains and ids, and remove them from the batch unless the model needs them."""
         trainer: Any = self
         found = {}
         for name, column in self._columns.items():
             if column is None:
                 continue
             check_column(column, list(inputs))
-            found[name] = read(inputs[column])
-        given = named_in(trainer.model.forward) if found else frozenset()
-        for column in {column for column in self._columns.values() if column} - given:
+            found[name] = decode_strings(inputs[column])
+        model_inputs = forward_arguments(trainer.model.forward) if found else frozenset()
+        for column in {column for column in self._columns.values() if column} - model_inputs:
             inputs.pop(column)
         return found
 
     def _loss_fn(
-        self, model: nn.Module, inputs: dict[str, Any], domains: Any, at_once: int
+        self, model: nn.Module, inputs: dict[str, Any], domains: Any, batch_size: int
     ) -> LossFn:
-        """Return what gives a micro-batch's loss, or its examples' if they can be had."""
+        """Return a function for the loss of a micro-batch, per example where that is available."""
         trainer: Any = self
         each = None
-        if self._size is not None and self._size < at_once:  # else it is of no use
+        if self._size is not None and self._size < batch_size:  # else there is only one micro-batch
             each = self._losses.find(model, inputs)
             if each is not None:
-                each.share(inputs, self._size, domains)
+                each.add_scales(inputs, self._size, domains)
             elif self._options["engine"] == "fused":
                 raise NotImplementedError(
-                    'engine="fused" needs the losses of single examples, but '
+                    'engine="fused" needs per-example losses, which are not available here: '
                     f'{self._losses.reason}. Use engine="auto".'
                 )
-        gaps = each is None and has_gaps(inputs)
+        guard = each is None and may_lack_labels(inputs)
 
         def loss_fn(batch: Any) -> Tensor:
             if each is None:
-                labels = batch["labels"] if gaps else None
+                labels = batch["labels"] if guard else None
                 loss = self._loss(model, batch)
-                return loss if labels is None else zero_for_nothing(loss, labels, model)
+                return loss if labels is None else zero_if_no_labels(loss, labels, model)
             with trainer.compute_loss_context_manager():
                 return each(model, batch)
 
         return loss_fn
 
     def _loss(self, model: nn.Module, batch: Any) -> Tensor:
-        """Return what the Trainer trains on."""
+        """Return the Trainer's own loss."""
         trainer: Any = self
         with trainer.compute_loss_context_manager():
             loss: Tensor = trainer.compute_loss(model, batch, num_items_in_batch=None)
@@ -233,50 +243,50 @@ class ClippedTrainerMixin:
         clipper: Clipper,
         inputs: dict[str, Any],
         examples: int,
-        labels: dict[str, Any],
+        columns: dict[str, Any],
     ) -> None:
-        """Fold a batch without padding as one micro-batch, which counts by its examples."""
-        if "domains" in labels:
+        """Fold a batch packed without padding as one micro-batch of so many examples."""
+        if "domains" in columns:
             raise NotImplementedError(
-                f"The data collator made a batch without padding of {examples} examples, so they "
-                "cannot be told apart by domain. Use a collator that pads."
+                f"The data collator packed {examples} examples into a batch without padding, so "
+                "they cannot be told apart by domain. Use a collator that pads."
             )
-        refuse_shards(model)
+        refuse_sharded(model)
         with clipper.local():
             loss = self._loss(model, inputs)
             backward(loss, clipper.grad_scaler)
-            clipper.fold(size=examples, loss=loss, ids=labels.get("ids"))
+            clipper.fold(size=examples, loss=loss, ids=columns.get("ids"))
 
-    def _grow(
-        self, model: nn.Module, clipper: Clipper, inputs: dict[str, Any], labels: dict[str, Any]
+    def _add_to_wide(
+        self, model: nn.Module, clipper: Clipper, inputs: dict[str, Any], columns: dict[str, Any]
     ) -> None:
-        """Let a micro-batch grow over several batches, up to its size and no further."""
-        if "domains" in labels:
+        """Add a batch to a micro-batch that spans several batches."""
+        if "domains" in columns:
             raise ValueError(
-                f"With domains, a micro-batch must be part of a batch, but microbatch_size "
-                f"{self._size} is larger than the {count_examples(inputs)} examples that the model "
-                "sees at once."
+                f"With domains, a micro-batch must be part of one batch, but microbatch_size "
+                f"{self._size} is larger than the {count_examples(inputs)} examples of a batch. "
+                "Increase per_device_train_batch_size, or decrease microbatch_size."
             )
-        refuse_shards(model)
-        means, loss_fn = self._means_of(model, inputs), partial(self._loss, model)
-        self._growing.add(clipper, inputs, labels.get("ids"), loss_fn, means)
+        refuse_sharded(model)
+        finder, loss_fn = self._finder_of(model, inputs), partial(self._loss, model)
+        self._wide.add(clipper, inputs, columns.get("ids"), loss_fn, finder)
 
-    def _means_of(self, model: nn.Module, inputs: dict[str, Any]) -> Denominators:
-        """Return what the loss is the mean over: as it is known, else as it is measured."""
+    def _finder_of(self, model: nn.Module, inputs: dict[str, Any]) -> DenominatorFinder:
+        """Return what knows, or measures, what the loss is the mean over."""
         trainer: Any = self
         inner = trainer.accelerator.unwrap_model(model, keep_torch_compile=False)
         each = self._losses.find(model, inputs)
         functions = (trainer.compute_loss_func, vars(trainer).get("compute_loss"))
         loss = (id(inner), each and each.kind, trainer.label_smoother, *functions)
-        if self._means is None or loss != self._means_for:
-            known = None if each is None else of_kind(each.kind, inputs)
-            self._means = Denominators(trainer, inner, known)
-            self._means_for = loss
-        return self._means
+        if self._finder is None or loss != self._finder_for:
+            known = None if each is None else known_denominator(each.kind, inputs)
+            self._finder = DenominatorFinder(trainer, inner, known)
+            self._finder_for = loss
+        return self._finder
 
     def _clipper_of(self, model: nn.Module) -> Clipper:
         if self.clipper is not None and self.clipper.model is not model:
-            self._forget()  # what a rule remembers of one model is not true of another
+            self._reset_clipper()  # the rule's memory belongs to the other model
         if self.clipper is None:
             trainer: Any = self
             scaler = trainer.accelerator.scaler
@@ -287,50 +297,50 @@ class ClippedTrainerMixin:
         return self.clipper
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Add what clipping did to what is logged of training."""
+        """Add the clipping metrics to the training log."""
         if "loss" in logs and self.clipper is not None and self.clipper.outcome is not None:
             logs = {**logs, **metrics(self.clipper.outcome)}
         super().log(logs, *args, **kwargs)  # type: ignore[misc]
 
     def get_train_dataloader(self) -> Any:
-        """Return the Trainer's own, whose batches have the columns that were asked for."""
+        """Return the Trainer's own loader, with the id and domain columns in its batches."""
         trainer: Any = self
         there = getattr(trainer.train_dataset, "column_names", None)
         for column in self._columns.values():
             if column is not None and isinstance(there, list):
                 check_column(column, there)
-        with self._collating_columns(show=True):
+        with self._collating_columns(add_to_batch=True):
             return super().get_train_dataloader()  # type: ignore[misc]
 
     def get_eval_dataloader(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the Trainer's own, without these columns."""
-        with self._collating_columns(show=False):
+        """Return the Trainer's own loader, without these columns."""
+        with self._collating_columns(add_to_batch=False):
             return super().get_eval_dataloader(*args, **kwargs)  # type: ignore[misc]
 
     def get_test_dataloader(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the Trainer's own, without these columns."""
-        with self._collating_columns(show=False):
+        """Return the Trainer's own loader, without these columns."""
+        with self._collating_columns(add_to_batch=False):
             return super().get_test_dataloader(*args, **kwargs)  # type: ignore[misc]
 
     @contextmanager
-    def _collating_columns(self, show: bool) -> Iterator[None]:
-        """Inside the block, the Trainer's collator is one that looks after the columns."""
+    def _collating_columns(self, add_to_batch: bool) -> Iterator[None]:
+        """Inside the block, the Trainer's collator handles the id and domain columns."""
         trainer: Any = self
         columns = tuple(dict.fromkeys(column for column in self._columns.values() if column))
-        given = named_in(trainer.model.forward)
+        model_inputs = forward_arguments(trainer.model.forward)
         trainer._set_signature_columns_if_needed()
         collator, signature = trainer.data_collator, trainer._signature_columns
         source = inspect.unwrap(getattr(collator, "func", collator))
-        theirs = str(getattr(source, "__module__", "")).startswith("transformers.")
-        hide = trainer.args.remove_unused_columns or theirs
+        stock = str(getattr(source, "__module__", "")).startswith("transformers.")
+        hide = trainer.args.remove_unused_columns or stock
         dispatch = trainer.accelerator.dispatch_batches
         if dispatch is None:
             dispatch = isinstance(trainer.train_dataset, IterableDataset)
-        sent = dispatch and trainer.accelerator.num_processes > 1
+        send = dispatch and trainer.accelerator.num_processes > 1
         trainer.data_collator = ColumnCollator(
-            collator, columns, given, hide=hide, show=show, as_tensors=sent
+            collator, columns, model_inputs, hide=hide, add_to_batch=add_to_batch, as_tensors=send
         )
-        trainer._signature_columns = [*signature, *(columns if show else ())]
+        trainer._signature_columns = [*signature, *(columns if add_to_batch else ())]
         try:
             yield
         finally:
@@ -340,15 +350,15 @@ class ClippedTrainerMixin:
         wrap = super()._get_collator_with_removed_columns  # type: ignore[misc]
         if not isinstance(data_collator, ColumnCollator):
             return wrap(data_collator, *args, **kw)
-        # the columns are read before any are removed, and can be named where one is missing
-        return data_collator.around(wrap(data_collator.collator, *args, **kw))
+        # read our columns before any are removed, so that an error can list the others
+        return data_collator.with_collator(wrap(data_collator.collator, *args, **kw))
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
         trainer: Any = self
         if self.clipper is None:
             return
-        if self._options["ledger"] is not None:  # of every rank, for each has its own
+        if self._options["ledger"] is not None:  # on every rank: each writes its own files
             self._options["ledger"].flush()
         if trainer.args.should_save:
             torch.save(self.clipper.lasting_state(), Path(output_dir) / STATE)
@@ -357,11 +367,11 @@ class ClippedTrainerMixin:
         super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
         if checkpoint is not None and (Path(checkpoint) / STATE).exists():
             self._state = torch.load(Path(checkpoint) / STATE)
-        elif checkpoint is not None:  # of a Trainer that did not clip: nothing is known from then
-            self._forget()
+        elif checkpoint is not None:  # saved by a Trainer that did not clip
+            self._reset_clipper()
 
-    def _forget(self) -> None:
-        """Begin with a new clipper and a rule that remembers nothing."""
+    def _reset_clipper(self) -> None:
+        """Start with a new clipper, and with the rule as it was in the beginning."""
         self.clipper = None
         if self._fresh_rule is not None:
             self._options["rule"].load_state_dict(deepcopy(self._fresh_rule))

@@ -1,7 +1,7 @@
 """The ledger: what clipping did to every micro-batch, in a folder of Parquet files.
 
-`Ledger` writes it while a model trains, `open_ledger` reads it, also while it is being written.
-Knows outcomes and files; who drags, and what it looks like, is found out elsewhere.
+`Ledger` writes it while a model trains; `open_ledger` reads it, even while it is being written.
+Knows outcomes and files; `microclip.draggers` and `microclip.report` make sense of them.
 """
 
 try:

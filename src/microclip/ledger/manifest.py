@@ -1,14 +1,16 @@
-"""ledger.json: what makes a folder a ledger, of which version, and with which options."""
+"""ledger.json, which marks a folder as a ledger and records its version and options.
+
+Knows nothing about rows or columns.
+"""
 
 from __future__ import annotations
 
 import json
-import os
-import secrets
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from microclip.files import write_whole
 from microclip.ledger import parts
 from microclip.ledger.schema import TABLES
 
@@ -18,7 +20,7 @@ NAME = "ledger.json"
 
 
 def create(folder: Path, options: dict[str, Any]) -> None:
-    """Make the folder a ledger, unless it is one; several processes may do so at once."""
+    """Turn a folder into a ledger unless it is one; several processes may do so at once."""
     from microclip import __version__
 
     try:
@@ -28,55 +30,53 @@ def create(folder: Path, options: dict[str, Any]) -> None:
             (folder / table).mkdir(parents=True, exist_ok=True)
         if (folder / NAME).exists():
             return
-        said = {
+        content = {
             "format": FORMAT,
             "version": VERSION,
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
             "microclip": __version__,
             "options": options,
         }
-        temporary = folder / f".{NAME}-{os.getpid()}-{secrets.token_hex(4)}.tmp"
-        temporary.write_text(json.dumps(said, indent=2) + "\n", encoding="utf-8")
-        os.replace(temporary, folder / NAME)
+        write_whole(folder / NAME, (json.dumps(content, indent=2) + "\n").encode())
     except OSError as error:
         raise OSError(
             error.errno,
-            f"A ledger cannot be kept here ({error.strerror}): give a folder that can be "
-            "written to, or one that does not exist yet",
+            f"Cannot create a ledger here ({error.strerror}): choose a folder that is writable, or "
+            "one that does not exist yet",
             str(folder),
         ) from error
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """Return what ledger.json says, if it is one that this version understands."""
+    """Return the content of ledger.json, if this version of microclip understands it."""
     path = folder / NAME
     try:
-        said = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ValueError(
-            f"{path} is damaged ({error}). Take it from a copy, or from another ledger of the "
-            f'same version: it must say {{"format": "{FORMAT}", "version": {VERSION}}}.'
+            f"{path} is damaged ({error}). Restore it from a backup, or copy one from another "
+            f'ledger of version {VERSION}: it must contain "format": "{FORMAT}".'
         ) from error
-    if not isinstance(said, dict) or said.get("format") != FORMAT:
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise ValueError(f'{path} does not say "format": "{FORMAT}": this is not a ledger.')
-    if said.get("version") != VERSION:
+    if content.get("version") != VERSION:
         raise ValueError(
-            f"{path} is of version {said.get('version')!r}, but this microclip reads and writes "
-            f"version {VERSION}. Use the microclip that wrote it ({said.get('microclip')!r})."
+            f"{path} has version {content.get('version')!r}, but this microclip reads and writes "
+            f"version {VERSION}. Use the version that wrote it ({content.get('microclip')!r})."
         )
-    return said
+    return content
 
 
 def expect_no_remains(folder: Path) -> None:
-    """Refuse a folder that was a ledger, and has lost what says so."""
+    """Refuse a folder that was a ledger and has lost its ledger.json."""
     for table in TABLES:
         if parts.find(folder / table):
             raise deleted(folder, NAME)
 
 
 def deleted(folder: Path, what: str) -> ValueError:
-    """Return the error to raise for a ledger that is not all there."""
+    """Return the error to raise for an incomplete ledger."""
     return ValueError(
-        f"A part of the ledger {folder} was deleted: {what} is missing. Put it back from a copy. "
-        "(The oldest parts may be removed, of both tables; not those between others.)"
+        f"Part of the ledger {folder} was deleted: {what} is missing. Restore it from a backup. "
+        "(You may delete the oldest parts of both tables, but none from the middle.)"
     )

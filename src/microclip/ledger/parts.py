@@ -1,7 +1,7 @@
-"""Parts: the files of a table. Each holds some steps of one rank and appears whole or not at all.
+"""Parts: the Parquet files of a table, each with some steps of one rank, written atomically.
 
-A part is written under a hidden name and renamed. Going back to an earlier step removes rows,
-newest first, so that at no moment a row is there twice, or missing between two others.
+A part is written under a hidden name, synced and renamed. Going back to an earlier step removes
+rows, newest first, so that at no time a row exists twice or is missing between two others.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NAME = re.compile(r"part-(\d{5,})-(\d{10,})-(\d{10,})\.parquet")
 
 @dataclass(frozen=True, order=True)
 class Part:
-    """Which steps a file holds, of which rank; sorted as training went."""
+    """Which steps of which rank a file holds; sorts in training order."""
 
     first: int
     rank: int
@@ -35,12 +35,12 @@ class Part:
 
     @property
     def place(self) -> tuple[int, int]:
-        """What stays the same when rows are removed at its end."""
+        """What stays the same when rows are removed from its end."""
         return self.rank, self.first
 
 
 def find(folder: Path, rank: int | None = None) -> list[Part]:
-    """Return the parts in a table's folder, as training went; of one rank, or of all."""
+    """Return the parts in the folder of a table in training order, of one rank or of all."""
     try:
         names = os.listdir(folder)
     except (FileNotFoundError, NotADirectoryError):
@@ -51,7 +51,7 @@ def find(folder: Path, rank: int | None = None) -> list[Part]:
 
 
 def write(folder: Path, part: Part, table: pa.Table) -> None:
-    """Put a part in its place, whole, and see that it stays there if the machine goes down."""
+    """Write a part atomically and sync it, so that it survives a power failure."""
     temporary = folder / f".{part.name}.tmp"
     try:
         with open(temporary, "wb") as file:
@@ -62,12 +62,12 @@ def write(folder: Path, part: Part, table: pa.Table) -> None:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    settle(folder)
+    sync_folder(folder)
 
 
-def settle(folder: Path) -> None:
-    """Let what was renamed or removed in a folder outlast a machine that goes down."""
-    if not hasattr(os, "O_DIRECTORY"):  # Windows has no such thing
+def sync_folder(folder: Path) -> None:
+    """Sync renames and removals in a folder to disk."""
+    if not hasattr(os, "O_DIRECTORY"):  # not available on Windows
         return
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -77,15 +77,15 @@ def settle(folder: Path) -> None:
 
 
 def remove_leftovers(folder: Path, rank: int) -> None:
-    """Remove what a writer of this rank left half written when it was killed."""
+    """Remove temporary files left by a writer of this rank that was killed."""
     for path in folder.glob(f".part-{rank:05}-*.tmp"):
         path.unlink(missing_ok=True)
 
 
 def last_step(folder: Path, rank: int) -> int:
-    """Return the last step that a rank has in a table, -1 if none, and mend its part's name.
+    """Return the last step of a rank in a table, -1 if there is none, and fix its part's name.
 
-    A writer that was killed while it took rows off a part may have left it with its old name.
+    A writer that was killed while removing rows from a part may have left it with its old name.
     """
     parts = find(folder, rank)
     if not parts:
@@ -96,7 +96,7 @@ def last_step(folder: Path, rank: int) -> int:
 
 
 def cut_back(folder: Path, rank: int, step: int) -> int:
-    """Remove a rank's rows from this step on; return how many parts that touched."""
+    """Remove the rows of a rank from this step on; return how many parts were changed."""
     touched = 0
     for part in reversed(find(folder, rank)):
         path = folder / part.name
@@ -108,16 +108,16 @@ def cut_back(folder: Path, rank: int, step: int) -> int:
             continue
         table = read(path)
         kept = table.filter(pc.less(table["step"], step))
-        # under its old name first: with a new one, rows would be there twice for a moment
+        # under its old name first: with a new one, rows would briefly exist twice
         write(folder, part, kept)
         _rename(folder, part, kept)
     if touched:
-        settle(folder)
+        sync_folder(folder)
     return touched
 
 
 def read(path: Path, columns: list[str] | None = None) -> pa.Table:
-    """Return a part's rows, or say that it is damaged."""
+    """Return the rows of a part."""
     try:
         with pq.ParquetFile(path) as file:
             return file.read(columns=columns)
@@ -128,15 +128,15 @@ def read(path: Path, columns: list[str] | None = None) -> pa.Table:
 def damaged(path: Path, error: Exception) -> ValueError:
     """Return the error to raise for a part that cannot be read."""
     return ValueError(
-        f"{path} is damaged, and cannot be read as Parquet ({error}). A ledger's writer puts only "
-        "whole files in place, so it was changed or cut short afterwards, perhaps by a copy that "
-        "was interrupted: take it from where it is whole, or remove it."
+        f"{path} is damaged and cannot be read as Parquet ({error}). Ledgers are written file by "
+        "file, atomically, so it was changed or truncated later, perhaps by an interrupted copy: "
+        "restore it from a backup, or delete it."
     )
 
 
 def _rename(folder: Path, part: Part, rows: pa.Table) -> Part:
-    """Give a part the name that its rows ask for."""
-    last = pc.max(rows["step"]).as_py()  # None: its examples had no losses until the step cut at
+    """Rename a part to match its rows."""
+    last = pc.max(rows["step"]).as_py()  # None: no example had a loss before the step it was cut at
     renamed = Part(part.first, part.rank, part.first if last is None else last)
     if renamed != part:
         os.rename(folder / part.name, folder / renamed.name)
@@ -144,10 +144,10 @@ def _rename(folder: Path, part: Part, rows: pa.Table) -> Part:
 
 
 def check_columns(path: Path, table: str, found: pa.Schema) -> None:
-    """Refuse a file that has other columns than its table."""
+    """Refuse a file whose columns are not those of its table."""
     expected = SCHEMAS[table]
     if found.names != expected.names or [f.type for f in found] != [f.type for f in expected]:
         raise ValueError(
-            f"{path} has other columns than a ledger's {table}: expected "
+            f"{path} does not have the columns of {table} in a ledger: expected "
             f"{', '.join(expected.names)}, but found {', '.join(found.names)}."
         )

@@ -1,7 +1,7 @@
-"""Reading a ledger, batch by batch, so that one of any length fits into memory.
+"""Reading a ledger batch by batch, so that its length does not matter for memory.
 
-Knows files and columns. What is read is what was there when the ledger was opened; a run that goes
-on writing does not disturb.
+Knows files and columns. Readers see the ledger as it was when they opened it, even if a run keeps
+writing to it.
 """
 
 from __future__ import annotations
@@ -32,34 +32,34 @@ from microclip.ledger.schema import (
     metadata_of,
 )
 
-BATCH = 2**16  # rows that are read at once, unless asked otherwise
+BATCH = 2**16  # rows read at once by default
 INTEGER_IDS = {"id": pa.int64(), "ids": pa.list_(pa.field("element", pa.int64()))}
 
 
 def open_ledger(path: str | os.PathLike[str]) -> Record:
-    """Return what a ledger holds at this moment, after a look at whether it is all there."""
+    """Open a ledger for reading, as it is now, after checking that it is complete."""
     folder = Path(path)
     _expect_ledger(folder)
-    said = manifest.read(folder)
+    content = manifest.read(folder)
     for _ in range(5):
         try:
-            return Record(folder, said)
-        except FileNotFoundError:  # its writer removed old parts between our two looks: look again
+            return Record(folder, content)
+        except FileNotFoundError:  # its writer removed old parts while we were looking
             continue
-    raise OSError(f"The parts of the ledger {folder} vanish while it is being opened.")
+    raise OSError(f"Parts of the ledger {folder} keep disappearing while it is being opened.")
 
 
 @dataclass(frozen=True)
 class Footer:
-    """What a part says without being read."""
+    """What a part says about itself without being read."""
 
     rows: int
-    last: int  # step; its name may say a later one, if its writer was killed while cutting it
-    said: dict[bytes, bytes]
+    last: int  # step; the file name may say a later one if the writer was killed while cutting it
+    metadata: dict[bytes, bytes]
 
 
 class Record:
-    """A ledger that was opened for reading.
+    """A ledger opened for reading.
 
     >>> record = open_ledger("run/ledger")  # doctest: +SKIP
     >>> for batch in record.microbatches(["step", "norm", "weight"]):  # doctest: +SKIP
@@ -72,18 +72,18 @@ class Record:
         ids_are_integers: Whether every id was an integer; then ids are read as integers.
     """
 
-    def __init__(self, path: Path, said: dict[str, Any]) -> None:
+    def __init__(self, path: Path, content: dict[str, Any]) -> None:
         self.path = path
-        self.manifest = said
-        # In this order: the parts of a table are complete once those of micro-batches are there.
+        self.manifest = content
+        # In this order: once the micro-batches of a part are there, its examples are too.
         self._parts = {table: parts.find(path / table) for table in TABLES}
         if not self._parts[MICROBATCHES]:
-            _explain_emptiness(path, self._parts[EXAMPLES])
+            _raise_empty(path, self._parts[EXAMPLES])
         footers = {part: self._footer(part) for part in self._parts[MICROBATCHES]}
         self.rows = sum(footer.rows for footer in footers.values())
-        self.ids_are_integers = all(f.said.get(IDS) == b"integer" for f in footers.values())
+        self.ids_are_integers = all(f.metadata.get(IDS) == b"integer" for f in footers.values())
         self._last_steps = {part.place: footer.last for part, footer in footers.items()}
-        self._expect_no_gaps({part: footer.said for part, footer in footers.items()})
+        self._expect_no_gaps({part: footer.metadata for part, footer in footers.items()})
 
     def __repr__(self) -> str:
         steps = f"steps {self.steps.start} to {self.steps.stop - 1}"
@@ -102,7 +102,7 @@ class Record:
 
     @property
     def has_examples(self) -> bool:
-        """Whether there are losses of single examples."""
+        """Whether there are per-example losses."""
         return bool(self._parts[EXAMPLES])
 
     @cached_property
@@ -126,7 +126,7 @@ class Record:
         return self._batches(EXAMPLES, columns, batch_size)
 
     def dataset(self, table: str = MICROBATCHES) -> ds.Dataset:
-        """Return a table as a pyarrow dataset, for questions of one's own; ids are texts in it."""
+        """Return a table as a pyarrow dataset for your own queries; its ids are strings."""
         _expect_table(table)
         files = [str(self.path / table / part.name) for part in self._parts[table]]
         return ds.dataset(files, schema=SCHEMAS[table], format="parquet")
@@ -138,7 +138,7 @@ class Record:
         chosen = known if columns is None else list(columns)
         if unknown := [column for column in chosen if column not in known]:
             raise ValueError(
-                f"A ledger's {table} have the columns {', '.join(known)}, but not "
+                f"The columns of {table} are {', '.join(known)}, but got "
                 f"{', '.join(map(repr, unknown))}."
             )
         return self._read(table, chosen, batch_size)
@@ -146,7 +146,7 @@ class Record:
     def _read(self, table: str, columns: list[str], batch_size: int) -> Iterator[pa.RecordBatch]:
         for part in self._parts[table]:
             last = self._last_steps[part.place]
-            # a writer was killed while it took rows off both tables, and had done the one only
+            # a writer was killed after removing rows from one table, before the other
             longer = part.last > last
             needed = list(dict.fromkeys([*columns, "step"])) if longer else columns
             with self._open(table, part) as file:
@@ -163,7 +163,7 @@ class Record:
         for place, name in enumerate(batch.schema.names):
             if name in wanted:
                 batch = batch.set_column(place, name, batch[name].cast(wanted[name]))
-        return batch.replace_schema_metadata()  # all batches have one schema, whatever parts say
+        return batch.replace_schema_metadata()  # so that all batches have the same schema
 
     def _open(self, table: str, part: Part) -> pq.ParquetFile:
         path = self.path / table / part.name
@@ -172,8 +172,8 @@ class Record:
         except FileNotFoundError as error:
             raise FileNotFoundError(
                 error.errno,
-                "This part was removed while the ledger was being read, by its own keep_steps or "
-                "by a run that started again: open the ledger again",
+                "This part was removed while the ledger was being read, either by its keep_steps "
+                "option or by a run that restarted: open the ledger again",
                 str(path),
             ) from error
         except (pa.ArrowInvalid, OSError) as error:
@@ -187,12 +187,12 @@ class Record:
             last = max(group.column(0).statistics.max for group in groups)
             return Footer(file.metadata.num_rows, last, metadata_of(file))
 
-    def _expect_no_gaps(self, said: dict[Part, dict[bytes, bytes]]) -> None:
-        """See that no part between two others is missing, nor examples that belong to one."""
+    def _expect_no_gaps(self, metadata: dict[Part, dict[bytes, bytes]]) -> None:
+        """Check that no part between two others is missing, nor the examples of a part."""
         for rank in self.ranks:
             own = [part for part in self._parts[MICROBATCHES] if part.rank == rank]
             for before, part in pairwise(own):
-                after = said[part].get(AFTER, b"").decode()
+                after = metadata[part].get(AFTER, b"").decode()
                 if after != str(self._last_steps[before.place]):
                     gap = f"what rank {rank} recorded between {before.name} and {part.name}"
                     raise manifest.deleted(self.path, gap)
@@ -201,9 +201,9 @@ class Record:
         for part in self._parts[MICROBATCHES]:
             if part.place in there:
                 matching.append(there[part.place])
-            elif said[part].get(WITH_EXAMPLES) == b"yes":
+            elif metadata[part].get(WITH_EXAMPLES) == b"yes":
                 raise manifest.deleted(self.path, f"{EXAMPLES}/{part.name}")
-        self._parts[EXAMPLES] = matching  # others are of a flush that did not come to its end
+        self._parts[EXAMPLES] = matching  # others belong to an unfinished flush
 
 
 def _expect_ledger(folder: Path) -> None:
@@ -217,20 +217,20 @@ def _expect_ledger(folder: Path) -> None:
     if not (folder / manifest.NAME).exists():
         manifest.expect_no_remains(folder)
         raise ValueError(
-            f"{folder} is not a ledger: it has no {manifest.NAME}. Give the folder that "
-            "Ledger(...) was given."
+            f"{folder} is not a ledger: it has no {manifest.NAME}. Pass the same folder as to "
+            "Ledger(...)."
         )
 
 
-def _explain_emptiness(path: Path, examples: list[Part]) -> None:
+def _raise_empty(path: Path, examples: list[Part]) -> None:
     if len(examples) > len({part.rank for part in examples}):  # more than one unfinished flush
         raise manifest.deleted(path, MICROBATCHES)
     raise ValueError(
-        f"The ledger {path} is empty: no step has been written yet. Steps appear with a flush: "
+        f"The ledger {path} is empty: no step has been written yet. Steps are written by a flush: "
         "every flush_every steps, with Clipper.state_dict(), and at the end."
     )
 
 
 def _expect_table(table: str) -> None:
     if table not in TABLES:
-        raise ValueError(f"A ledger has the tables {' and '.join(TABLES)}, but not {table!r}.")
+        raise ValueError(f"table must be one of {' and '.join(TABLES)}, but got {table!r}.")

@@ -1,7 +1,7 @@
-"""From outcomes to rows: many steps at once, with one transfer from the device.
+"""From outcomes to rows: many steps at once, with a single transfer from the device.
 
-Knows nothing of files. Ids and domains become texts, whatever they are: `str()` of them, and what
-UTF-8 cannot hold (lone surrogates) written as an escape.
+Knows nothing about files. Ids and domains of any type become strings through `str()`; what UTF-8
+cannot encode (lone surrogates) is escaped.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import pyarrow.compute as pc
 import torch
 from torch import Tensor
 
-from microclip.ledger.schema import EXAMPLES, MICROBATCHES, SCHEMAS, stamped
+from microclip.ledger.schema import EXAMPLES, MICROBATCHES, SCHEMAS, with_metadata
 from microclip.outcome import Outcome
 
-TEXT_LIMIT = 2**28  # characters in one table; Arrow's texts end at 2**31 bytes
+TEXT_LIMIT = 2**28  # characters in one table; an Arrow string array holds up to 2**31 bytes
 
 
 class TooMuchTextError(Exception):
@@ -29,14 +29,14 @@ class TooMuchTextError(Exception):
 
 
 def tables(outcomes: Sequence[Outcome], rank: int, examples: bool) -> dict[str, pa.Table]:
-    """Return the rows of some steps, none of them empty, for each table that has any."""
+    """Return the rows of some steps, none of them empty, for each table that gets any."""
     groups = list(chain.from_iterable(outcome.ids for outcome in outcomes))
     counts = _integers(len(outcome.ids) for outcome in outcomes)
     sizes = _integers(map(len, groups))
     steps = _integers(outcome.step for outcome in outcomes).repeat_interleave(counts)
     places = torch.arange(len(groups)) - (counts.cumsum(0) - counts).repeat_interleave(counts)
     ids, integers = _ids(list(chain.from_iterable(groups)), alone=len(outcomes) == 1)
-    norms, weights, bounds, losses, each = _bring_over(outcomes, examples)
+    norms, weights, bounds, losses, each = _to_host(outcomes, examples)
     skipped = torch.cat([outcome.skipped for outcome in outcomes]).cpu()
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), sizes.cumsum(0)])
     found = {
@@ -58,8 +58,8 @@ def tables(outcomes: Sequence[Outcome], rank: int, examples: bool) -> dict[str, 
         )
     }
     if each is not None:
-        told = torch.tensor([o.example_losses is not None for o in outcomes])
-        rows = told.repeat_interleave(counts).repeat_interleave(sizes)
+        known = torch.tensor([o.example_losses is not None for o in outcomes])
+        rows = known.repeat_interleave(counts).repeat_interleave(sizes)
         steps, places = (c.repeat_interleave(sizes)[rows] for c in (steps, places))
         found[EXAMPLES] = _table(
             EXAMPLES,
@@ -67,17 +67,20 @@ def tables(outcomes: Sequence[Outcome], rank: int, examples: bool) -> dict[str, 
                 _array(steps),
                 _array(torch.full_like(steps, rank).int()),
                 _array(places.int()),
-                ids if bool(told.all()) else ids.filter(_array(rows.to(torch.uint8)).cast("bool")),
+                ids if bool(known.all()) else ids.filter(_array(rows.to(torch.uint8)).cast("bool")),
                 _array(each.float()),
             ],
         )
     kind = "integer" if integers else "string"
     with_examples = "yes" if EXAMPLES in found else "no"
-    return {name: stamped(table, ids=kind, examples=with_examples) for name, table in found.items()}
+    return {
+        name: with_metadata(table, ids=kind, examples=with_examples)
+        for name, table in found.items()
+    }
 
 
-def _bring_over(outcomes: Sequence[Outcome], examples: bool) -> tuple[Any, ...]:
-    """Return norms, weights, bounds, losses and examples' losses (or None), on the host."""
+def _to_host(outcomes: Sequence[Outcome], examples: bool) -> tuple[Any, ...]:
+    """Return norms, weights, bounds, losses and per-example losses (or None) on the host."""
     columns: list[list[Tensor]] = [
         [outcome.norms for outcome in outcomes],
         [outcome.weights for outcome in outcomes],
@@ -87,16 +90,16 @@ def _bring_over(outcomes: Sequence[Outcome], examples: bool) -> tuple[Any, ...]:
     ]
     with torch.no_grad():
         joined = [torch.cat(column) for column in columns if column]
-        together = torch.cat(joined).cpu().double()  # the one time that the host waits
+        together = torch.cat(joined).cpu().double()  # the only time the host waits
     parts = torch.split(together, [len(column) for column in joined])
     return *parts[:4], parts[4] if len(parts) == 5 else None
 
 
 def _ids(labels: list[Any], alone: bool) -> tuple[pa.Array, bool]:
-    """Return ids as texts, each distinct one kept once, and whether all of them are integers."""
+    """Return ids as a dictionary array of strings, and whether all of them are integers."""
     kinds: set[Any] = set(map(type, labels))
     if all(issubclass(kind, Integral) and kind is not bool for kind in kinds):
-        with suppress(OverflowError):  # larger than 64 bits: a text like others
+        with suppress(OverflowError):  # larger than 64 bits: a string like others
             coded = _array(_integers(labels)).dictionary_encode()
             texts = coded.dictionary.cast(pa.string())
             return pa.DictionaryArray.from_arrays(coded.indices, texts), True
@@ -108,7 +111,7 @@ def _ids(labels: list[Any], alone: bool) -> tuple[pa.Array, bool]:
         if characters > 2**29:  # four bytes each at most
             raise ValueError(
                 f"The ids of one step have {characters} characters, which is too many for a "
-                "ledger. Give short ids, such as the numbers of rows in the data set."
+                "ledger. Use short ids, such as row numbers of the data set."
             )
     return _texts(names).dictionary_encode(), False
 
@@ -128,11 +131,11 @@ def _texts(texts: Sequence[str | None]) -> pa.Array:
         return pa.array(escaped, pa.string())
 
 
-def _with_nulls(values: Tensor, told: list[bool], counts: Tensor) -> pa.Array:
-    if all(told):
+def _with_nulls(values: Tensor, known: list[bool], counts: Tensor) -> pa.Array:
+    if all(known):
         return _array(values)
-    known = _array(torch.tensor(told).repeat_interleave(counts).to(torch.uint8)).cast(pa.bool_())
-    return pc.if_else(known, _array(values), pa.scalar(None, pa.float64()))
+    mask = _array(torch.tensor(known).repeat_interleave(counts).to(torch.uint8)).cast(pa.bool_())
+    return pc.if_else(mask, _array(values), pa.scalar(None, pa.float64()))
 
 
 TYPES = {
@@ -145,12 +148,12 @@ TYPES = {
 
 
 def _integers(values: Iterable[int]) -> Tensor:
-    """Return integers as a tensor: an array on the way is several times as fast as a list."""
+    """Return integers as a tensor; going through an array is several times faster than a list."""
     return torch.frombuffer(array("q", values), dtype=torch.int64)
 
 
 def _array(values: Tensor) -> pa.Array:
-    """Return a tensor as Arrow sees it: the same memory, and no need for NumPy."""
+    """Return a tensor as an Arrow array that shares its memory, without NumPy."""
     values = values.contiguous()
     if not len(values):
         return pa.array([], TYPES[values.dtype])

@@ -1,7 +1,7 @@
-"""The columns of a ledger's two tables, and how they lie in a Parquet file.
+"""The columns of the two tables of a ledger, and how they are stored in a Parquet file.
 
-Knows nothing of outcomes or folders. Numbers of a micro-batch are float64; the losses of single
-examples, by far the most numerous, are float32, which is what models compute them in.
+Knows nothing about outcomes or folders. Numbers of a micro-batch are float64; per-example losses,
+by far the most numerous, are float32, which is what models compute them in.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SCHEMAS = {
         [
             ("step", pa.int64()),
             ("rank", pa.int32()),
-            ("microbatch", pa.int32()),  # its place within rank and step
+            ("microbatch", pa.int32()),  # position within rank and step
             ("ids", pa.list_(pa.field("element", pa.string()))),
             ("size", pa.int32()),
             ("norm", pa.float64()),
@@ -42,10 +42,10 @@ SCHEMAS = {
     ),
 }
 
-# What a part says about itself, beside its columns.
+# Metadata of a part.
 IDS = b"microclip.ids"  # "integer" if every id was one, else "string"
 AFTER = b"microclip.after"  # the last step of the part before it; empty for a rank's first part
-WITH_EXAMPLES = b"microclip.examples"  # "yes" if there is a part of the same steps in EXAMPLES
+WITH_EXAMPLES = b"microclip.examples"  # "yes" if EXAMPLES has a part with the same steps
 
 REPEATED = ["step", "rank", "microbatch", "size", "domain", "id", "ids.list.element"]
 
@@ -56,21 +56,22 @@ def write_parquet(table: pa.Table, file: IO[bytes]) -> None:
         "compression": "zstd",
         "compression_level": 1,
         "use_dictionary": [c for c in REPEATED if c.split(".")[0] in table.column_names],
-        "write_statistics": ["step", "rank"],  # of ids they would repeat texts of any length
-        "store_schema": False,  # else readers would see how the writer encoded things
+        "write_statistics": ["step", "rank"],  # for ids they would repeat strings of any length
+        "store_schema": False,  # else readers would see dictionary types
     }
     with pq.ParquetWriter(file, table.schema, **options) as writer:
         writer.write_table(table)
-        writer.add_key_value_metadata(table.schema.metadata or {})  # goes with store_schema, else
+        # without store_schema, metadata is not written automatically
+        writer.add_key_value_metadata(table.schema.metadata or {})
 
 
 def metadata_of(file: pq.ParquetFile) -> dict[bytes, bytes]:
-    """Return what a part says about itself."""
+    """Return the metadata of a part."""
     found: dict[bytes, bytes] | None = file.metadata.metadata
     return found or {}
 
 
-def stamped(table: pa.Table, **said: Any) -> pa.Table:
-    """Return a table that says this about itself, keeping what it said before."""
-    new = {f"microclip.{key}".encode(): str(value).encode() for key, value in said.items()}
+def with_metadata(table: pa.Table, **metadata: Any) -> pa.Table:
+    """Return a table with this metadata added."""
+    new = {f"microclip.{key}".encode(): str(value).encode() for key, value in metadata.items()}
     return table.replace_schema_metadata({**(table.schema.metadata or {}), **new})

@@ -1,7 +1,7 @@
-"""Writing a ledger: outcomes wait in memory, and go to disk many steps at a time.
+"""Writing a ledger: outcomes are buffered in memory and written many steps at a time.
 
-In a step, an outcome is only put on a list: nothing is read from the device, converted or written
-before a flush. Every rank writes files of its own, so ranks need no locks.
+A step only appends its outcome to a list: nothing is read from the device, converted or written
+before a flush. Every rank writes its own files, so no locks are needed.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from torch import distributed as dist
 from microclip.ledger import manifest, parts
 from microclip.ledger.parts import Part
 from microclip.ledger.rows import TooMuchTextError, tables
-from microclip.ledger.schema import EXAMPLES, MICROBATCHES, TABLES, stamped
+from microclip.ledger.schema import EXAMPLES, MICROBATCHES, TABLES, with_metadata
 from microclip.outcome import Outcome
 
-ROWS = 2**18  # micro-batches and examples that wait at most, whatever flush_every says
+ROWS = 2**18  # buffered micro-batches and examples that force a flush, whatever flush_every says
 
 logger = logging.getLogger("microclip.ledger")
 
 
 @dataclass(frozen=True)
 class Options:
-    """What a user chose about a ledger."""
+    """The options of a ledger."""
 
     flush_every: int = 2000
     flush_seconds: float | None = 300.0
@@ -53,7 +53,7 @@ class Options:
             not isinstance(seconds, int | float) or isinstance(seconds, bool) or not seconds >= 0
         ):
             raise ValueError(
-                f"flush_seconds must be a number of seconds, or None to go by steps alone, but "
+                f"flush_seconds must be a number of seconds, or None to flush by steps only, but "
                 f"got {seconds!r}."
             )
 
@@ -71,20 +71,20 @@ class Ledger:
     4
     >>> folder.cleanup()
 
-    A ledger that exists is gone on with. If the first step that is recorded is in it already, since
-    training starts again from a checkpoint, the rows from that step on are replaced. One ledger
-    belongs to one `Clipper` in each process.
+    An existing ledger is continued. If training resumes from a checkpoint, so that the first
+    recorded step is in it already, the rows from that step on are replaced. A ledger belongs to one
+    `Clipper` per process.
 
     Args:
-        path: The folder, made if it does not exist.
-        flush_every: After how many steps what was recorded goes to disk. It also does with
-            `Clipper.state_dict()`, with `flush()` and `close()`, at the end of the process, and
-            when a quarter of a million rows wait.
-        flush_seconds: It also does when that much time has passed since the last time; None: it
-            does not.
-        every: Record only each n-th step: those whose number is a multiple of n.
-        keep_steps: Remove files whose steps are all older than that many. None keeps everything.
-        examples: Whether to record the loss of every example, where loss_fn gives it.
+        path: The folder, created if it does not exist.
+        flush_every: Write to disk after this many steps. Rows are also written by
+            `Clipper.state_dict()`, `flush()` and `close()`, at the end of the process, and once a
+            quarter of a million of them are buffered.
+        flush_seconds: Also write when this much time has passed since the last flush; None turns
+            that off.
+        every: Record only every n-th step: those whose number is a multiple of n.
+        keep_steps: Delete files whose steps are all older than this many. None keeps everything.
+        examples: Whether to record the loss of every example, if loss_fn returns one per example.
     """
 
     def __init__(
@@ -102,29 +102,27 @@ class Ledger:
         manifest.create(self.path, asdict(self._options))
         manifest.read(self.path)
         self._writers: dict[int, _RankWriter] = {}
-        self._rank: int | None = None  # of this process, once something has been recorded
+        self._rank: int | None = None  # of this process; known once something is recorded
         self._process = os.getpid()
         self._at_end = weakref.finalize(self, _flush_all, self._writers)
 
     def __repr__(self) -> str:
         return f"Ledger({str(self.path)!r})"
 
-    def __reduce__(
-        self,
-    ) -> Any:  # for processes that are started with a ledger among their arguments
+    def __reduce__(self) -> Any:  # for processes that get a ledger as an argument
         return partial(Ledger, str(self.path), **asdict(self._options)), ()
 
     def record(self, outcome: Outcome, rank: int | None = None) -> None:
-        """Take note of a finished step; a `Clipper` does so by itself.
+        """Record a finished step; a `Clipper` does so by itself.
 
         Args:
             outcome: What the step did.
-            rank: Whose micro-batches they are; None: of this process in torch.distributed, 0 if
-                that is not in use.
+            rank: The rank that the micro-batches belong to; by default that of this process in
+                torch.distributed, or 0 without it.
         """
         if not self._at_end.alive:
-            raise ValueError(f"{self!r} is closed: make a new Ledger to go on with its folder.")
-        if os.getpid() != self._process:  # a fork: what waits here is written by who recorded it
+            raise ValueError(f"{self!r} is closed: create a new Ledger to continue its folder.")
+        if os.getpid() != self._process:  # a fork: the parent writes what it recorded
             self._writers.clear()
             self._rank, self._process = None, os.getpid()
         if rank is None:
@@ -135,11 +133,11 @@ class Ledger:
         writer.add(outcome)
 
     def flush(self) -> None:
-        """Write what was recorded to disk. If that fails, it is kept, and tried again next time."""
+        """Write everything recorded so far. If that fails, it is kept and tried again later."""
         _flush_all(self._writers)
 
     def close(self) -> None:
-        """Flush, and take no more."""
+        """Flush, and accept no more steps."""
         self.flush()
         self._at_end.detach()
 
@@ -153,11 +151,11 @@ class Ledger:
         several = dist.is_available() and dist.is_initialized()
         self._rank, world = (dist.get_rank(), dist.get_world_size()) if several else (0, 1)
         if self._rank == 0:
-            self._forget_absent_ranks(world, step)
+            self._remove_absent_ranks(world, step)
         return self._rank
 
-    def _forget_absent_ranks(self, world: int, step: int) -> None:
-        """Replace also what ranks had recorded that do not exist any more, now there are fewer."""
+    def _remove_absent_ranks(self, world: int, step: int) -> None:
+        """Remove rows from this step on of ranks that no longer exist, now there are fewer."""
         for table in TABLES:
             folder = self.path / table
             for rank in {part.rank for part in parts.find(folder) if part.rank >= world}:
@@ -165,7 +163,7 @@ class Ledger:
 
 
 class _RankWriter:
-    """What one rank has recorded and not yet written, and where it goes."""
+    """Buffers what one rank records, and writes it."""
 
     def __init__(self, path: Path, rank: int, options: Options) -> None:
         if isinstance(rank, bool) or not isinstance(rank, int) or rank < 0:
@@ -176,12 +174,12 @@ class _RankWriter:
         self._waiting: list[Outcome] = []
         self._rows = 0
         self._due = self._next_due()
-        self._torn = False  # whether a flush has failed, and may have left one table without other
-        self._resumed = True  # nothing was recorded since this writer was made
+        self._torn = False  # whether a flush failed and may have written only one table
+        self._resumed = True  # nothing has been recorded by this writer yet
         for folder in self._folders.values():
             parts.remove_leftovers(folder, rank)
         self._last = self._written = parts.last_step(self._folders[MICROBATCHES], rank)
-        # examples without their micro-batches are of a flush that did not come to its end
+        # examples without their micro-batches belong to an unfinished flush
         parts.cut_back(self._folders[EXAMPLES], rank, self._written + 1)
 
     def add(self, outcome: Outcome) -> None:
@@ -204,19 +202,18 @@ class _RankWriter:
 
     def _go_back(self, step: int) -> None:
         if step < 0:
-            raise ValueError(f"A step has a number from 0 on, but got {step}.")
+            raise ValueError(f"step must be 0 or a positive integer, but got {step}.")
         if not self._resumed:
             warnings.warn(
                 f"Step {step} of rank {self._rank} is recorded again in the ledger {self._path}: "
-                "what it held from that step on is replaced. If you have not gone back to a "
+                "everything from that step on is replaced. If you have not gone back to a "
                 "checkpoint, two Clippers share this ledger: give each its own.",
                 RuntimeWarning,
                 stacklevel=5,
             )
         elif step == 0:
             logger.warning(
-                "Rank %d starts again from step 0: its steps up to %d in the ledger %s are "
-                "replaced.",
+                "Rank %d restarts from step 0: its steps up to %d in the ledger %s are replaced.",
                 self._rank,
                 self._last,
                 self._path,
@@ -225,7 +222,7 @@ class _RankWriter:
         self._cut_back(step)
 
     def _cut_back(self, step: int) -> None:
-        for table in TABLES:  # micro-batches first: without them, examples are not looked at
+        for table in TABLES:  # micro-batches first: without them, examples are ignored
             parts.cut_back(self._folders[table], self._rank, step)
         self._written = min(self._written, step - 1)
 
@@ -243,11 +240,11 @@ class _RankWriter:
             raise OSError(
                 error.errno,
                 f"Could not write steps {waiting[0].step} to {waiting[-1].step} of the ledger "
-                f"({error.strerror or error}). They are kept in memory: mend it, and call flush()",
+                f"({error.strerror or error}). They are kept in memory: fix it and call flush()",
                 str(self._path),
             ) from error
         self._waiting, self._rows, self._due = [], 0, self._next_due()
-        self._forget_old_steps()
+        self._remove_old_steps()
 
     def _write(self, outcomes: Sequence[Outcome]) -> None:
         try:
@@ -259,18 +256,18 @@ class _RankWriter:
             return
         part = Part(outcomes[0].step, self._rank, outcomes[-1].step)
         after = "" if self._written < 0 else self._written
-        for table in reversed(TABLES):  # micro-batches last: with them, the part is complete
+        for table in reversed(TABLES):  # micro-batches last: they complete the part
             if table in found:
-                self._put(table, part, stamped(found[table], after=after))
+                self._put(table, part, with_metadata(found[table], after=after))
         self._written = part.last
 
     def _put(self, table: str, part: Part, rows: pa.Table) -> None:
-        if table == EXAMPLES:  # not every step needs to have them
+        if table == EXAMPLES:  # not every step has them
             steps = rows["step"]
             part = Part(part.first, part.rank, steps[-1].as_py())
         parts.write(self._folders[table], part, rows)
 
-    def _forget_old_steps(self) -> None:
+    def _remove_old_steps(self) -> None:
         if self._options.keep_steps is None:
             return
         oldest = self._last - self._options.keep_steps + 1
@@ -285,7 +282,7 @@ class _RankWriter:
 
 
 def _flush_all(writers: dict[int, _RankWriter]) -> None:
-    """Flush what this process has recorded; a fork has copies of what is not its own."""
+    """Flush what this process recorded; a fork also has copies of its parent's writers."""
     for writer in writers.values():
         if writer.process == os.getpid():
             writer.flush()

@@ -1,9 +1,9 @@
-"""Which micro-batch size, and why: looking at the per-example gradients of one moment.
+"""Which micro-batch size, and why: a look at the per-example gradients at one point of training.
 
-`gram` gets the inner products of all examples' gradients, `sampling` draws random steps from them,
-`regroup` says what any size and rule would make of those, `merit` what that is worth, `draggers`
-what labelled examples look like. `inquiry` ties them together, `result`, `sentence` and `pictures`
-show what came out, and `callback` repeats it during training.
+`gram` computes the inner products of all examples' gradients (with `per_example` for models that a
+single pass cannot follow), `regroup` draws random steps and says what any size and rule would make
+of them, `efficiency` how good those steps are, `draggers` how labeled examples differ. `run_probe`
+ties them together, `result` and `plot` show what came out, and `callback` repeats it in training.
 """
 
 from importlib import import_module
@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from microclip.probing.callback import Moment, ProbeEvery
     from microclip.probing.draggers import Draggers, Estimate
     from microclip.probing.gram import Gram, gram_of
-    from microclip.probing.inquiry import probe
     from microclip.probing.result import Best, Probe, Row
+    from microclip.probing.run_probe import probe
 
 __all__ = [
     "Best",
@@ -29,8 +29,8 @@ __all__ = [
     "probe",
 ]
 
-# where each name lives; the single pass comes with it, which takes a moment to import
-_ROOMS = {
+# imported on first use: the single-pass engine comes with it, which takes a moment
+_MODULES = {
     "Best": "result",
     "Draggers": "draggers",
     "Estimate": "draggers",
@@ -40,11 +40,11 @@ _ROOMS = {
     "ProbeEvery": "callback",
     "Row": "result",
     "gram_of": "gram",
-    "probe": "inquiry",
+    "probe": "run_probe",
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _ROOMS:
+    if name not in _MODULES:
         raise AttributeError(f"module 'microclip.probing' has no attribute {name!r}")
-    return getattr(import_module(f"microclip.probing.{_ROOMS[name]}"), name)
+    return getattr(import_module(f"microclip.probing.{_MODULES[name]}"), name)

@@ -1,4 +1,4 @@
-"""Probing again and again during training: how the best micro-batch size drifts."""
+"""Probing repeatedly during training: how the best micro-batch size drifts."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 from torch import nn
 
 from microclip.engines.losses import LossFn
-from microclip.probing.inquiry import probe
 from microclip.probing.result import Best, Probe, Row
+from microclip.probing.run_probe import probe
 
 
 @dataclass(frozen=True)
@@ -25,12 +25,12 @@ class Moment:
 
 
 class ProbeEvery:
-    """Probes every n steps; call `step` once per training step, before or after the backward.
+    """Probes every n steps; call `step` once per training step, before or after backward.
 
     Args:
         n: Probe at steps n - 1, 2n - 1, ... counted from 0.
-        recent: How many of the last batches a probe looks at. They are kept until then.
-        options: Of `microclip.probe`: sizes, rules, held_out, draws, ...
+        recent: How many of the latest batches a probe gets. They are kept until then.
+        options: Passed to `microclip.probe`: sizes, rules, held_out, draws, ...
 
     >>> import torch
     >>> model = torch.nn.Linear(3, 1)
@@ -52,14 +52,14 @@ class ProbeEvery:
         self._steps = 0
 
     def step(self, model: nn.Module, loss_fn: LossFn, batch: Any) -> Probe | None:
-        """Take note of a step; every n-th time return what a probe says, else None.
+        """Count a step; every n-th time probe and return the result, else None.
 
-        Gradients, buffers, random numbers and training mode are left as they are.
+        Gradients, buffers, random generators and training mode are left as they are.
         """
         number, self._steps = self._steps, self._steps + 1
         due = self._steps % self.n == 0
         missing = self.n - self._steps % self.n
-        if due or missing < (self._recent.maxlen or 1):  # others will not be looked at
+        if due or missing < (self._recent.maxlen or 1):  # no probe gets the others
             self._recent.append(batch)
         if not due:
             return None
@@ -70,32 +70,32 @@ class ProbeEvery:
 
     @property
     def sentence(self) -> str:
-        """Say how the best size moved, without calling any of them the best for training."""
+        """Say how the best size moved, without calling any size the best for training."""
         known = [(moment.step, moment.best) for moment in self.history if moment.best is not None]
         if not known:
-            return "Nothing to say yet: no probe has come to a result."
+            return "Nothing to report yet: no probe has found a result."
         runs: list[tuple[int, int, int]] = []  # size, first step, last step
         for step, best in known:
             if runs and runs[-1][0] == best.size:
                 runs[-1] = (best.size, runs[-1][1], step)
             else:
                 runs.append((best.size, step, step))
-        told = ", then ".join(
+        listed = ", then ".join(
             f"b = {size} " + (f"at step {a}" if a == z else f"from step {a} to {z}")
             for size, a, z in runs
         )
         helped = sum(best.helps for _, best in known)
         return (
-            f"First came {told}; in {helped} of {len(known)} probes it was clearly better than a "
-            "plain step. These are the weights of this run: a run with another size has others, "
-            "so race the two or three sizes that come first before settling."
+            f"Ranked first: {listed}; in {helped} of {len(known)} probes it was clearly better "
+            "than a plain step. These are the weights of this run, and a run with another size has "
+            "others, so race the two or three sizes that rank first before deciding."
         )
 
     def plot(self, path: str | Path) -> None:
-        """Draw gains and the best size against the step; needs matplotlib."""
+        """Plot gains and the best size against the step; needs matplotlib."""
         if not self.history:
-            raise ValueError(f"There is nothing to draw: {self._steps} steps, no probe yet.")
-        from microclip.probing.pictures import draw_history
+            raise ValueError(f"There is nothing to plot: {self._steps} steps, no probe yet.")
+        from microclip.probing.plot import draw_history
 
         draw_history(self.history, path)
 

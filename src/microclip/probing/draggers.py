@@ -1,7 +1,7 @@
-"""Draggers as the probe sees them: which way their gradients point, and how long they are.
+"""How draggers differ from other examples: the directions and norms of their gradients.
 
 The paper's Figure 1 compares cosines of pairs of examples; its c-hat compares norms. Both are
-given here for any labelling of the examples. c-hat comes in two orientations: the paper defines c
+computed here for any labeling of the examples. c-hat comes in two orientations: the paper defines c
 by c |g| <= |mu|, dragger over benign, but prints the fraction the other way round.
 """
 
@@ -32,10 +32,10 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Draggers:
-    """Examples labelled as draggers against the others, the benign ones.
+    """Examples labeled as draggers compared with the others, the benign ones.
 
     Cosines are means over all pairs of different examples (`*_spread`: their standard deviation),
-    or over examples against a mean gradient that the example itself is not part of.
+    or over examples against a mean gradient that excludes the example itself.
     """
 
     draggers: int
@@ -49,8 +49,8 @@ class Draggers:
     benign_to_mean: Estimate
     dragger_over_benign: Estimate  # c-hat as c is defined: draggers are longer if above 1
     benign_over_dragger: Estimate  # c-hat as the paper prints it
-    dragger_over_mean: Estimate  # to the norm of the mean benign gradient, as the theorem has it
-    trim: float  # the share of the longest benign gradients that c-hat leaves out
+    dragger_over_mean: Estimate  # against the norm of the mean benign gradient, as in the theorem
+    trim: float  # the share of the longest benign gradients left out of c-hat
 
     def __str__(self) -> str:
         lines = [
@@ -78,32 +78,32 @@ def cosines_to_the_rest(matrix: Tensor) -> Tensor:
     return products / lengths.clamp(min=torch.finfo(matrix.dtype).tiny)
 
 
-def look_at(
+def compare_draggers(
     matrix: Tensor, labels: Tensor, trim: float = 0.1, resamplings: int = RESAMPLINGS, seed: int = 0
 ) -> Draggers:
-    """Compare labelled draggers with the others.
+    """Compare labeled draggers with the others.
 
     Args:
         matrix: The Gram matrix.
         labels: One per example, true for a dragger.
         trim: The share of the longest benign gradients to leave out of c-hat; the paper keeps 90
             of 100.
-        resamplings: Bootstrap samples that the intervals come from.
+        resamplings: How many bootstrap samples to take for the intervals.
         seed: Of the bootstrap.
     """
     found = labels.bool().flatten()
     if len(found) != len(matrix):
         raise ValueError(
-            f"labels must hold one value per example: {len(matrix)} were probed, but there are "
-            f"{len(found)} labels."
+            f"labels must have one value per example: {len(matrix)} examples were probed, but "
+            f"there are {len(found)} labels."
         )
     if not 0 <= trim < 1:
         raise ValueError(f"trim must be a share from 0 to below 1, but got {trim}.")
     bad, good = found.nonzero().flatten(), (~found).nonzero().flatten()
     if len(bad) < 1 or len(good) < 2:
         raise ValueError(
-            f"Comparing needs at least one dragger and two benign examples, but {len(bad)} of "
-            f"{len(found)} examples are labelled as draggers."
+            f"A comparison needs at least one dragger and two benign examples, but {len(bad)} of "
+            f"{len(found)} examples are labeled as draggers."
         )
     norms = matrix.diagonal().clamp(min=0).sqrt()
     cosines = matrix / (norms.unsqueeze(1) * norms).clamp(min=TINY)
@@ -127,8 +127,8 @@ def look_at(
     )
 
 
-# Samples are rows of counts, one column per example: how often it was drawn. The first row is the
-# examples themselves, the others are bootstrap samples, draggers and benign ones each apart.
+# Samples are rows of counts, one column per example: how often it was drawn. The first row has each
+# example once, the others are bootstrap samples, separate for draggers and benign examples.
 
 
 def _samples(bad: Tensor, good: Tensor, count: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -144,7 +144,7 @@ def _samples(bad: Tensor, good: Tensor, count: int, seed: int) -> tuple[Tensor, 
 
 
 def _estimate(values: Tensor) -> Estimate:
-    """Return what the examples say, with the interval of what the bootstrap samples say."""
+    """Return the value for the examples themselves, with the interval of the bootstrap samples."""
     replicates = values[1:][~values[1:].isnan()].sort().values
     if not len(replicates):
         return Estimate(values[0].item(), math.nan, math.nan)
@@ -157,9 +157,9 @@ def _mean(values: Tensor, counts: Tensor) -> Tensor:
 
 
 def _over_pairs(values: Tensor, one: Tensor, other: Tensor) -> Tensor:
-    """Return means over pairs of different examples; copies of one are no pair.
+    """Return means over pairs of different examples; two copies of one do not count as a pair.
 
-    A sample that is one example over and over has no pair: NaN, which intervals pass over.
+    A sample that repeats a single example has no pairs: NaN, which intervals skip.
     """
     same = one * other
     total = ((one @ values) * other).sum(1) - same @ values.diagonal()
@@ -173,9 +173,9 @@ def _spread(cosines: Tensor, rows: Tensor, columns: Tensor) -> float:
 
 
 def _to_mean(matrix: Tensor, counts: Tensor, others: Tensor) -> Tensor:
-    """Return mean cosines of examples and a mean gradient that leaves the example out."""
+    """Return mean cosines of examples and a mean gradient that excludes the example."""
     own = matrix.diagonal()
-    sums = others @ matrix  # every example with the sum of the others, itself included if it is
+    sums = others @ matrix  # every example with the whole sum, which may include the example
     products = sums - others * own
     whole = (sums * others).sum(1, keepdim=True)
     squares = (whole - 2 * others * sums + others.square() * own).clamp(min=0)

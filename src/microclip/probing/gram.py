@@ -1,8 +1,8 @@
 """The Gram matrix of per-example gradients: G[i, k] = <g_i, g_k>, over one or several batches.
 
-All there is to know of any grouping of these examples is in it. It is added up parameter by
-parameter, in float64, and no table of examples x parameters is made. Knows nothing of rules,
-micro-batches or what the matrix is for.
+It holds everything there is to know about any grouping of these examples. It is accumulated
+parameter by parameter, in float64, and no table of examples x parameters is built. Knows nothing
+about rules, micro-batches or what the matrix is for.
 """
 
 from __future__ import annotations
@@ -14,19 +14,29 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.parallel import DistributedDataParallel
 
+from microclip import multitensor
 from microclip.engines.base import CannotFuseError
-from microclip.engines.gradients import is_sharded, trainable
+from microclip.engines.dropout import DropoutDisabled
+from microclip.engines.gradients import trainable
 from microclip.engines.losses import LossFn
-from microclip.engines.single_pass.budget import free_memory
+from microclip.engines.randomness import RandomState
+from microclip.engines.single_pass import PerExampleGradients, contributions_of, free_memory
 from microclip.engines.snapshot import undisturbed
-from microclip.microbatches import count_examples
-from microclip.probing.agreement import clear, reason_against_single_pass
-from microclip.probing.totals import Totals, in_single_passes
-from microclip.probing.visit import one_by_one
+from microclip.microbatches import count_examples, cut
+from microclip.probing.per_example import (
+    Parameters,
+    clear,
+    losses_of,
+    one_by_one,
+    refuse_mixing,
+)
+from microclip.wrappers import ddp_wrappers, is_sharded
 
 LARGEST = 8192  # examples: beyond it the matrix itself takes more than half a gigabyte
+BLOCK_BYTES = 2**24  # of gradients materialized at once; larger blocks are no faster
+TRIED = 3  # examples
+TOLERANCE, TOLERANCE_IN_HALF = 0.01, 0.05  # of the largest inner product
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,7 +45,7 @@ class Gram:
 
     matrix: Tensor  # (examples, examples), float64, on the host
     sizes: tuple[int, ...]  # of the batches
-    notes: tuple[str, ...] = ()  # what a user may want to know about how it was made
+    notes: tuple[str, ...] = ()  # what a user may want to know about how it was computed
 
     def __len__(self) -> int:
         return len(self.matrix)
@@ -47,11 +57,11 @@ def gram_of(
     """Return the Gram matrix of all examples' gradients; the model is left as it was.
 
     Args:
-        model: What is trained; parameters that do not require gradients play no part.
+        model: What is trained; frozen parameters are ignored.
         loss_fn: Returns one loss per example.
-        batches: Each as it would be trained on; a few of them.
-        memory_budget: Bytes that may be held beside one batch's forward and backward pass; half
-            of what is free if not said. Less memory means more passes, never another result.
+        batches: A few batches, each as it would be trained on.
+        memory_budget: Bytes that may be held beside one batch's forward and backward pass; by
+            default half of the free memory. Less memory means more passes, never another result.
     """
     chosen, sizes = collect(batches)
     _refuse_ranks(model)
@@ -61,30 +71,141 @@ def gram_of(
     budget = free_memory(device) if memory_budget is None else float(memory_budget)
     notes: tuple[str, ...] = ()
     with undisturbed(model, parameters):
-        reason = reason_against_single_pass(parameters, loss_fn, chosen[0])
+        reason = _reason_against_single_pass(parameters, loss_fn, chosen[0])
         if reason is None:
             try:
-                totals = Totals(parameters, sizes)
-                in_single_passes(parameters, loss_fn, chosen, totals, budget)
-            except CannotFuseError as error:  # one of the later examples takes another path
+                total = GramAccumulator(parameters, sizes)
+                total.add_single_passes(loss_fn, chosen, budget)
+            except CannotFuseError as error:  # a later example takes another path
                 reason = str(error)
         if reason is not None:
             notes = (f"Gradients were taken one example at a time, which is slower: {reason}",)
             clear(parameters)
-            totals = Totals(parameters, sizes)
+            total = GramAccumulator(parameters, sizes)
             for rows in one_by_one(parameters, loss_fn, chosen, budget):
-                totals.add_rows(rows)
-    matrix = totals.matrix.to("cpu", torch.float64)
+                total.add_rows(rows)
+    matrix = total.matrix.to("cpu", torch.float64)
     _refuse_nonfinite(matrix, sizes)
     return Gram((matrix + matrix.mT) / 2, sizes, notes)
 
 
+def _reason_against_single_pass(parameters: Parameters, loss_fn: LossFn, batch: Any) -> str | None:
+    """Try a few examples both ways; None: a single pass gives the same result.
+
+    Dropout is disabled. A loss that depends on the rest of the batch has no per-example gradient at
+    all, and is refused here.
+    """
+    few = cut(batch, min(TRIED, count_examples(batch)))[0]
+    devices = {parameter.device for parameter in parameters.values()}
+    before = RandomState.now(devices)
+    alone, together = (GramAccumulator(parameters, (few.size,)) for _ in range(2))
+    with DropoutDisabled():
+        refuse_mixing(loss_fn, few.batch, few.size, before, devices)
+        try:
+            together.add_single_passes(loss_fn, [few.batch], 0.0)
+        except CannotFuseError as refusal:
+            return str(refusal)
+        finally:
+            clear(parameters)
+        for rows in one_by_one(parameters, loss_fn, [few.batch], BLOCK_BYTES):
+            alone.add_rows(rows)
+    deterministic = RandomState.now(devices).equals(before)
+    scale = alone.matrix.diagonal().max().clamp(min=torch.finfo(torch.float32).tiny)
+    error = ((alone.matrix - together.matrix).abs().max() / scale).item()
+    half = any(parameter.dtype in multitensor.HALF for parameter in parameters.values())
+    if deterministic and error > (TOLERANCE_IN_HALF if half else TOLERANCE):
+        return f"A single pass gives inner products that are off by {error:.1e} of the largest."
+    return None
+
+
+class GramAccumulator:
+    """The matrix while it is being added up: parameter by parameter, batch against batch."""
+
+    def __init__(self, parameters: Parameters, sizes: tuple[int, ...]) -> None:
+        self._parameters = parameters
+        self._devices = {parameter.device for parameter in parameters.values()}
+        self._device = next(iter(parameters.values())).device
+        wide = multitensor.widest(self._device)
+        self.matrix = torch.zeros(sum(sizes), sum(sizes), dtype=wide, device=self._device)
+        ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
+        self._spans = [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+
+    def add_rows(self, rows: Tensor) -> None:
+        """Add what some columns contribute to the products of all examples."""
+        for columns in torch.split(rows, max(1, BLOCK_BYTES // (8 * len(rows))), dim=1):
+            self.matrix += (columns @ columns.mT).to(self._device, self.matrix.dtype)
+
+    def add_single_passes(self, loss_fn: LossFn, batches: list[Any], budget: float) -> None:
+        """Differentiate each batch, keeping earlier batches' gradients as far as the budget goes.
+
+        If the budget does not cover all of them, the later batches are repeated for each portion
+        that is held; random numbers are replayed, so that the gradients are the same.
+        """
+        first, last = 0, len(batches) - 1
+        states: dict[int, RandomState] = {}
+        while first <= last:
+            held: dict[int, dict[str, PerExampleGradients]] = {}
+            room, holding = budget, True
+            for number in range(first, len(batches)):
+                if number in states:
+                    states[number].restore()
+                new = number not in states
+                states[number] = RandomState.now(self._devices)
+                holding = holding and number < last and (not held or room > 0)
+                mine = self._add_batch(number, loss_fn, batches[number], new, held, holding)
+                if holding:
+                    held[number] = mine
+                    taken = sum(gradients.nbytes for gradients in mine.values())
+                    room = room - taken if room >= 2 * taken else 0.0  # the next needs as much
+            first += len(held)
+            if first == last:  # it has met all the others
+                break
+
+    def _add_batch(
+        self,
+        number: int,
+        loss_fn: LossFn,
+        batch: Any,
+        new: bool,
+        held: dict[int, dict[str, PerExampleGradients]],
+        holding: bool,
+    ) -> dict[str, PerExampleGradients]:
+        """Add a batch's products with the held ones, and with itself if it is new."""
+        mine: dict[str, PerExampleGradients] = {}
+        examples = count_examples(batch)
+
+        def on_parameter(name: str, gradients: PerExampleGradients) -> None:
+            if new:
+                self._add(number, number, gradients, gradients)
+            for other, theirs in held.items():
+                if name in theirs:
+                    self._add(other, number, theirs[name], gradients)
+            if holding:
+                mine[name] = gradients
+
+        def losses(batch: Any) -> Tensor:
+            return losses_of(loss_fn, batch, examples)
+
+        contributions_of(self._parameters, losses, batch, on_parameter)
+        return mine
+
+    def _add(
+        self, one: int, other: int, ones: PerExampleGradients, others: PerExampleGradients
+    ) -> None:
+        """Add what a parameter contributes to the products of two batches' examples."""
+        found = ones.inner_products(others, BLOCK_BYTES).to(self._device)
+        here, there = self._spans[one], self._spans[other]
+        self.matrix[here, there] += found
+        if one != other:
+            self.matrix[there, here] += found.mT
+
+
 def collect(batches: Iterable[Any]) -> tuple[list[Any], tuple[int, ...]]:
-    """Return the batches as a list, with their sizes, or say what is wrong with them."""
+    """Return the batches as a list, and their sizes; refuse what cannot be probed."""
     if isinstance(batches, Tensor | Mapping | tuple | str) or not isinstance(batches, Iterable):
         raise TypeError(
-            f"batches must be a list of batches, but got a {type(batches).__name__}, which is "
-            "what one batch may be. Write [batch]."
+            f"batches must be a list of batches, but got a {type(batches).__name__}, which looks "
+            "like a single batch. Write [batch]."
         )
     chosen: list[Any] = []
     sizes: list[int] = []
@@ -93,35 +214,35 @@ def collect(batches: Iterable[Any]) -> tuple[list[Any], tuple[int, ...]]:
         if size == 1:
             raise ValueError(
                 f"Batch {len(chosen)} has one example, which cannot be cut into micro-batches. "
-                "Give batches as they are trained on."
+                "Pass batches as they are trained on."
             )
         chosen.append(batch)
         sizes.append(size)
         if sum(sizes) > LARGEST:
             raise ValueError(
                 f"The first {len(sizes)} batches have {sum(sizes)} examples, more than the "
-                f"{LARGEST} that a probe can compare with each other. Give fewer: "
+                f"{LARGEST} that a probe can compare with each other. Pass fewer: "
                 "list(itertools.islice(loader, 4))."
             )
     if sum(sizes) < 4:
         raise ValueError(
-            f"The probe needs at least 4 examples, two to make a step and two to judge it by, "
-            f"but got {sum(sizes)}."
+            f"The probe needs at least 4 examples, two for a step and two to judge it by, but got "
+            f"{sum(sizes)}."
         )
     return chosen, tuple(sizes)
 
 
 def _refuse_ranks(model: nn.Module) -> None:
-    """A probe is one process's: passes that no other rank makes would wait for it for ever."""
-    if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
+    """A probe runs in one process: collectives in its passes would wait for ever."""
+    if ddp_wrappers(model):
         raise ValueError(
-            "The probe runs on one rank alone, but DistributedDataParallel waits for all of them. "
-            "Probe model.module, with a loss_fn that calls it."
+            "The probe runs on one rank, but DistributedDataParallel waits for all of them. Probe "
+            "model.module, with a loss_fn that calls it."
         )
     if is_sharded(model):
         raise ValueError(
-            "The probe runs on one rank alone, but this model's parameters are sharded over "
-            "several. Probe an unsharded copy of it."
+            "The probe runs on one rank, but this model's parameters are sharded over several. "
+            "Probe an unsharded copy of it."
         )
 
 
@@ -131,7 +252,7 @@ def _refuse_batchnorm(model: nn.Module) -> None:
             raise ValueError(
                 f"Module {name!r} is a {type(module).__name__} in training mode, which mixes "
                 "examples: a micro-batch's gradient is then not the mean of its examples' "
-                "gradients, and these cannot tell what any micro-batch size would do. Probe in "
+                "gradients, so per-example gradients say nothing about micro-batch sizes. Probe in "
                 "evaluation mode (model.eval()), or use GroupNorm or LayerNorm."
             )
 
@@ -148,5 +269,5 @@ def _refuse_nonfinite(matrix: Tensor, sizes: tuple[int, ...]) -> None:
     more = f" and {len(bad) - 8} more" if len(bad) > 8 else ""
     raise ValueError(
         f"The gradients of {len(bad)} of {len(matrix)} examples are not finite: "
-        f"{', '.join(places)}{more}. Look at these examples, or leave them out."
+        f"{', '.join(places)}{more}. Check these examples, or leave them out."
     )

@@ -1,4 +1,4 @@
-"""What a probe found: a table, the best size and how sure that is, a sentence, a picture."""
+"""The result of a probe: a table, the best size and how sure that is, a sentence, a plot."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from microclip.probing.draggers import RESAMPLINGS, Draggers, cosines_to_the_rest, look_at
+from microclip.probing.draggers import RESAMPLINGS, Draggers, compare_draggers, cosines_to_the_rest
 from microclip.probing.gram import Gram
-from microclip.probing.sentence import sentence
 
 SURE = 0.975  # of the resamplings
+RACES = 3  # sizes worth comparing by training
 
 
 @dataclass(frozen=True)
@@ -41,13 +41,13 @@ class Row:
 
     @property
     def name(self) -> str:
-        """Return what sentences call it, without the rule."""
+        """Return its name in sentences, without the rule."""
         return f"b = {self.size}"
 
 
 @dataclass(frozen=True)
 class Best:
-    """The size with the largest gain, and what the data say against it."""
+    """The size with the largest gain, and how sure that is."""
 
     rule: str
     size: int
@@ -56,7 +56,7 @@ class Best:
     high: float
     first: float  # the share of resamplings in which it stays the best
     over_plain: float  # the share in which it is better than plain training
-    rivals: tuple[tuple[str, int], ...]  # rules and sizes that cannot be told from it
+    rivals: tuple[tuple[str, int], ...]  # rules and sizes that cannot be distinguished from it
 
     @property
     def helps(self) -> bool:
@@ -69,9 +69,9 @@ class Probe:
     """What `microclip.probe` returns."""
 
     rows: tuple[Row, ...]
-    best: Best | None  # None: nothing can be said
+    best: Best | None  # None: the data do not tell
     batch_size: int  # B: examples of the simulated steps
-    held_out: int  # examples that each step was judged by
+    held_out: int  # examples that each step is judged by
     plain_efficiency: float  # eff of a plain step
     plain_alignment: float
     noise_scale: float  # E|g_i - g|^2 / |g|^2: the batch size at which noise equals signal
@@ -79,13 +79,13 @@ class Probe:
     notes: tuple[str, ...] = ()
 
     def __len__(self) -> int:
-        """Return how many examples were looked at."""
+        """Return how many examples were probed."""
         return len(self.gram)
 
     @property
     def sentence(self) -> str:
-        """Say what was found, and no more."""
-        return sentence(self)
+        """Say what was found, what it does not tell, and what to do next."""
+        return summary(self)
 
     @property
     def norms(self) -> Tensor:
@@ -100,11 +100,11 @@ class Probe:
     def draggers(
         self, labels: Tensor | list[bool], trim: float = 0.1, resamplings: int = RESAMPLINGS
     ) -> Draggers:
-        """Compare examples that are labelled as draggers, one label each, with the others."""
-        return look_at(self.gram.matrix, torch.as_tensor(labels), trim, resamplings)
+        """Compare the examples labeled as draggers with the others; labels has one per example."""
+        return compare_draggers(self.gram.matrix, torch.as_tensor(labels), trim, resamplings)
 
     def row(self, size: int, rule: str | None = None) -> Row:
-        """Return one row of the table; of the first rule, if none is named."""
+        """Return one row of the table; by default of the first rule."""
         for row in self.rows:
             if row.size == size and rule in (None, row.rule):
                 return row
@@ -124,8 +124,8 @@ class Probe:
         return text.getvalue()
 
     def plot(self, path: str | Path) -> None:
-        """Draw the gains, and the norms they come from, against b; needs matplotlib."""
-        from microclip.probing.pictures import draw_probe
+        """Plot the gains, and the norms behind them, against b; needs matplotlib."""
+        from microclip.probing.plot import draw_probe
 
         draw_probe(self, path)
 
@@ -164,5 +164,98 @@ def _aligned(table: list[list[str]]) -> list[str]:
 
 
 def _end(value: float) -> str:
-    """Return the end of an interval; "?" where the examples do not set one."""
+    """Return the end of an interval; "?" where the examples do not determine it."""
     return f"{value:.2f}" if math.isfinite(value) else "?"
+
+
+# ---- the sentence
+#
+# A probe looks one step ahead from the weights it is given. It does not know where training with a
+# size ends up, so no sentence recommends a size without saying so.
+
+
+def summary(probe: Probe) -> str:
+    """Return what was found, what it does not tell, and what to do next."""
+    best = probe.best
+    if best is None:
+        return (
+            f"No answer: the gradient that {probe.held_out} held-out examples have in common "
+            "drowns in their noise, so no step can be judged by it. Probe more batches at once."
+        )
+    return " ".join(
+        part
+        for part in (_finding(probe, best), _caution(probe, best), _advice(probe, best))
+        if part
+    )
+
+
+def _finding(probe: Probe, best: Best) -> str:
+    name = _name(probe, best.rule, best.size)
+    if best.size == probe.batch_size or best.gain <= 1:
+        if best.rivals:
+            return (
+                "No b clearly helps here: no size is better than plain training, though "
+                f"{_rivals(probe, best)} cannot be distinguished from it."
+            )
+        return "No b helps here: every size is worse than plain training at these weights."
+    if not best.helps:
+        return (
+            f"No b clearly helps here: {name} ranks first{_worth(best)}, but in "
+            f"{100 - 100 * best.over_plain:.0f} % of the resamplings a plain step is better."
+        )
+    found = f"{name}: at these weights one step is better than a plain one{_worth(best)}."
+    if best.rivals:
+        rivals = f" {_rivals(probe, best)} cannot be distinguished from it."
+        found += rivals.replace(" all", " All", 1)
+    return found
+
+
+def _caution(probe: Probe, best: Best) -> str:
+    spread = probe.row(best.size, best.rule).bound_spread
+    if best.size == 1 and spread > 0.1:
+        return (
+            "Caution: b = 1 often ranks first at weights that another size trained. Its bound, the "
+            f"norm of the easiest example, already varies by {spread:.1f} decades from step to "
+            "step, and shrinks as training with it goes on."
+        )
+    return ""
+
+
+def _advice(probe: Probe, best: Best) -> str:
+    ranked = sorted(
+        (row for row in probe.rows if row.size < probe.batch_size and row.gain_high > 1),
+        key=lambda row: -row.gain,
+    )
+    racers = [(row.rule, row.size) for row in ranked[:RACES]]
+    limits = "This looks one step ahead and cannot tell where training with a size ends up:"
+    if not racers:
+        return f"{limits} probe again later in training."
+    names = _names(probe, tuple(racers))
+    return f"{limits} probe again later, and race {names} against plain training before deciding."
+
+
+def _names(probe: Probe, settings: tuple[tuple[str, int], ...]) -> str:
+    names = [_name(probe, rule, size) for rule, size in settings]
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+def _name(probe: Probe, rule: str, size: int) -> str:
+    several = len({row.rule for row in probe.rows}) > 1
+    return f"b = {size}" + (f" with {rule}" if several else "")
+
+
+def _rivals(probe: Probe, best: Best) -> str:
+    others = len(probe.rows) - 1
+    if others > 1 and len(best.rivals) == others:
+        return "all other sizes"
+    return _names(probe, best.rivals) if len(best.rivals) < 5 else f"{len(best.rivals)} others"
+
+
+def _worth(best: Best) -> str:
+    if not math.isfinite(best.gain):
+        return ", which does not even point along the gradient of the held-out examples"
+    if math.isfinite(best.low) and math.isfinite(best.high):
+        return f", worth {best.gain:.2f} times as much ({best.low:.2f} to {best.high:.2f})"
+    if math.isfinite(best.low):
+        return f", worth at least {best.low:.2f} times as much"
+    return ", though so few examples do not tell by how much"

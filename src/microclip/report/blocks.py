@@ -1,4 +1,4 @@
-"""What a page is made of: sections with sentences, figures, tables and galleries. Data only."""
+"""What a page is made of: sections of paragraphs, figures, tables and galleries. Data only."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Paragraph:
 
 @dataclass(frozen=True)
 class Drawing:
-    """What plotly draws: traces and a layout. A colour is a name of the style sheet: var(--ink)."""
+    """What plotly draws: traces and a layout. Colors are style sheet names: var(--ink)."""
 
     data: Sequence[Mapping[str, Any]]
     layout: Mapping[str, Any] = field(default_factory=dict)
@@ -34,23 +34,23 @@ class Figure:
     title: str
     how_to_read: str
     choices: Mapping[str, Drawing]
-    choose: str = ""  # what is chosen, in a word
+    choose: str = ""  # label of the selector
     height: int = 340  # pixels
     block: str = "figure"
 
 
 @dataclass(frozen=True)
 class Sparkline:
-    """An example's course, early, in the middle and late, on a scale from 0 to 1 of its own."""
+    """How an example developed, early, middle and late, on a scale from 0 to 1."""
 
     values: Sequence[float | None]
-    level: float  # where the median of all examples lies
-    told: str  # the same in words
+    level: float  # the median of all examples
+    description: str  # the same in words
 
 
 @dataclass(frozen=True)
 class Cell:
-    """An entry of a table, and what it is sorted by, if not by its text."""
+    """An entry of a table, and its sort key if that is not its text."""
 
     text: str
     sort: float | str | None = None
@@ -69,9 +69,9 @@ class Table:
     numeric: Sequence[bool] = ()
     sortable: bool = False
     filterable: bool = False
-    sorted_by: int = -1  # the column that rows come sorted by
+    sorted_by: int = -1  # the column that rows are sorted by at first
     download: str = ""  # a data URI
-    wide: bool = False  # words stay whole, and the reader scrolls sideways if need be
+    wide: bool = False  # do not break words; scroll sideways if necessary
     block: str = "table"
 
 
@@ -82,8 +82,8 @@ class Tile:
     id: str
     rank: int
     score: float | None
-    facts: Sequence[tuple[str, str]]  # what is said of it, in names and values
-    kind: str = ""  # "image", "audio", "text", or nothing to be shown
+    facts: Sequence[tuple[str, str]]  # names and values to list
+    kind: str = ""  # "image", "audio", "text", or "" if there is nothing to show
     uri: str = ""
     pixelated: bool = False
     text: str = ""
@@ -135,7 +135,7 @@ class Section:
 
 @dataclass(frozen=True)
 class Page:
-    """All of it."""
+    """A whole page."""
 
     title: str
     verdict: Sequence[str]

@@ -1,7 +1,7 @@
-"""Several runs side by side: the last value of a metric by setting, over seeds, against plain.
+"""Comparing runs: the last value of a metric by setting, over seeds, against plain training.
 
-Differences are paired: a setting minus plain training of the same seed, so that what a seed makes
-harder for both cancels out.
+Differences are paired, a setting minus plain training with the same seed, so that whatever makes a
+seed harder for both cancels out.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ VALIDATION = re.compile(r"valid|(^|[^a-z])(val|dev|eval)([^a-z]|$)", re.IGNORECA
 
 @dataclass(frozen=True, eq=False)
 class Setting:
-    """Runs that differ in nothing but their seed."""
+    """Runs that differ only in their seed."""
 
     microbatch_size: int | None
     name: str
@@ -38,12 +38,12 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Row:
-    """A setting's figure, and how far it is from that of plain training."""
+class ComparisonRow:
+    """The value of one setting, and its difference from plain training."""
 
     setting: Setting
     value: Estimate
-    difference: Estimate | None  # None: plain itself, or no seeds in common
+    difference: Estimate | None  # None: plain training itself, or no seeds in common
 
 
 @dataclass(frozen=True)
@@ -52,25 +52,25 @@ class Comparison:
 
     group: str | None
     settings: tuple[Setting, ...]  # plain first, then by b
-    metrics: tuple[str, ...]  # those that all settings have, the one to judge by first
+    metrics: tuple[str, ...]  # that all settings have, the one to judge by first
 
     @property
     def headline(self) -> str:
-        """The metric that runs are judged by."""
+        """The metric to judge runs by."""
         return self.metrics[0]
 
     @property
     def is_curve(self) -> bool:
-        """Whether there is one setting for each b, so that they can be joined by a line."""
+        """Whether there is one setting per b, so that a line can join them."""
         sizes = [setting.microbatch_size for setting in self.settings]
         return len(sizes) == len(set(sizes))
 
-    def rows(self, metric: str) -> list[Row]:
-        """Return every setting's figures."""
+    def rows(self, metric: str) -> list[ComparisonRow]:
+        """Return a row for every setting."""
         plain = [setting for setting in self.settings if setting.microbatch_size is None]
         baseline = plain[0] if len(plain) == 1 else None
         return [
-            Row(
+            ComparisonRow(
                 setting,
                 estimate([value for _, value in setting.values(metric)]),
                 None if baseline in (None, setting) else _paired(setting, baseline, metric),
@@ -80,7 +80,7 @@ class Comparison:
 
 
 def compare(runs: Sequence[Run]) -> list[Comparison]:
-    """Return a comparison for each group that has two settings or more with a metric in common."""
+    """Return a comparison for each group with at least two settings and a common metric."""
     groups: dict[str | None, list[Run]] = {}
     for run in runs:
         if run.described:
@@ -95,50 +95,53 @@ def compare(runs: Sequence[Run]) -> list[Comparison]:
 
 
 def verdict(comparison: Comparison) -> str | None:
-    """Say in a sentence what came out, for the size that is best on *validation* data.
+    """Sum up the result in a sentence, for the size that is best on *validation* data.
 
-    Naming the best by the figure that it is then judged by would flatter it: of several sizes one
-    is always lucky.
+    Choosing the best size by the metric it is then judged by would flatter it: among several sizes,
+    one is always lucky.
     """
     metric = comparison.headline
     rows = [row for row in comparison.rows(metric) if row.difference is not None]
     if not rows:
         return None
-    sign = -1 if lower_is_better(metric) else 1
     judge = next((m for m in comparison.metrics if VALIDATION.search(m) and m != metric), metric)
     judged = {row.setting: row.value.mean for row in comparison.rows(judge)}
-    best_sign = -1 if lower_is_better(judge) else 1
-    # where nothing is left out, b = B is plain training: it is no choice, unless it is the only one
+    judge_sign = -1 if lower_is_better(judge) else 1
+    # where nothing is left out, b = B is plain training: not a choice, unless it is the only one
     choices = [row for row in rows if _differs(row)] or rows
-    best = max(choices, key=lambda row: best_sign * judged[row.setting])
+    best = max(choices, key=lambda row: judge_sign * judged[row.setting])
     assert best.difference is not None
-    found = f"Best by {judge}: {best.setting.name}. Against plain training it makes "
     seeds = f"{best.difference.count} seed{'s' if best.difference.count > 1 else ''}"
-    found += f"{signed(best.difference)} of {metric}, over {seeds}: "
+    only = len(rows) == 1
+    named = f"{best.setting.name}: its" if only else f"Best by {judge}: {best.setting.name}. Its"
+    found = (
+        f"{named} {metric} differs from plain training by {signed(best.difference)}, over {seeds}: "
+    )
     if best.difference.low is None or best.difference.high is None:
-        return found + "one seed says little. Train with more of them."
+        return found + "one seed says little. Train with more seeds."
+    sign = -1 if lower_is_better(metric) else 1
     low, high = sorted((sign * best.difference.low, sign * best.difference.high))
     if low > 0:
         end = "clipping helps here."
     elif high < 0:
-        end = "no b beats plain training here."
+        end = "plain training is better here." if only else "no b beats plain training here."
     else:
         end = "no clear difference, the interval includes 0. More seeds would narrow it."
-    if judge == metric:
+    if judge == metric and not only:
         end += (
-            " It was chosen by the same figure that it is judged by, which flatters it; log one on "
-            "validation data to choose by."
+            " The best b was chosen by the same metric that it is judged by, which flatters it; "
+            "log a validation metric to choose by."
         )
     return found + end
 
 
 def lower_is_better(metric: str) -> bool:
-    """Say whether a metric is one of those that should fall, by its name."""
+    """Return whether a metric should fall, judging by its name."""
     return bool(LOWER.search(metric))
 
 
 def signed(difference: Estimate) -> str:
-    """Return a difference with its interval, as it is printed everywhere.
+    """Format a difference with its interval, as it is printed everywhere.
 
     >>> signed(Estimate(0.5, 0.25, 0.75, 8))
     '+0.50 (+0.25 to +0.75)'
@@ -153,7 +156,7 @@ def signed(difference: Estimate) -> str:
 
 
 def unsigned(value: Estimate) -> str:
-    """Return a figure with its interval.
+    """Format a value with its interval.
 
     >>> unsigned(Estimate(95.123, 94.5, 95.75, 8))
     '95.12 (94.50 to 95.75)'
@@ -165,19 +168,19 @@ def unsigned(value: Estimate) -> str:
 
 
 def _places(width: float) -> int:
-    """Return so many decimals that the width has two digits that count; two at least."""
+    """Return how many decimals show two significant digits of the width; at least two."""
     size = abs(width)
     return next((places for places in range(2, 9) if size * 10**places >= 10), 2)
 
 
-def _differs(row: Row) -> bool:
+def _differs(row: ComparisonRow) -> bool:
     assert row.difference is not None
     found = (row.difference.mean, row.difference.low, row.difference.high)
     return any(value not in (0, None) for value in found)
 
 
 def settings_of(runs: Sequence[Run]) -> tuple[Setting, ...]:
-    """Bring runs together that differ in nothing but their seed; their names tell them apart."""
+    """Group runs that differ only in their seed, and name each setting by what sets it apart."""
     alike: dict[tuple[int | None, tuple[tuple[str, str], ...]], list[Run]] = {}
     for run in runs:
         alike.setdefault((run.microbatch_size, tuple(sorted(run.settings.items()))), []).append(run)
@@ -197,14 +200,14 @@ def settings_of(runs: Sequence[Run]) -> tuple[Setting, ...]:
 
 
 def by_interest(name: str) -> tuple[bool, bool, bool]:
-    """Order metrics as a reader wants to see them: results, then losses, then the machinery.
+    """Sort key for metrics: results first, then losses, then internals.
 
     >>> sorted(["learning_rate", "loss", "microclip/bound", "val_acc"], key=by_interest)
     ['val_acc', 'loss', 'learning_rate', 'microclip/bound']
     """
     judged = bool(VALIDATION.search(name) or TEST.search(name))
-    machinery = "/" in name or "learning_rate" in name
-    return not judged, machinery, lower_is_better(name)
+    internal = "/" in name or "learning_rate" in name
+    return not judged, internal, lower_is_better(name)
 
 
 def _common_metrics(settings: Sequence[Setting]) -> tuple[str, ...]:
@@ -223,7 +226,7 @@ def _common_metrics(settings: Sequence[Setting]) -> tuple[str, ...]:
 def _paired(setting: Setting, plain: Setting, metric: str) -> Estimate | None:
     ours, theirs = setting.values(metric), plain.values(metric)
     by_seed, baseline = dict(ours), dict(theirs)
-    if len(by_seed) < len(ours) or len(baseline) < len(theirs):  # a seed that came twice
+    if len(by_seed) < len(ours) or len(baseline) < len(theirs):  # a seed occurs twice
         return None
     common = [seed for seed in by_seed if seed is not None and seed in baseline]
     if not common:

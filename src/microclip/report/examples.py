@@ -1,7 +1,7 @@
-"""Reading what a run says of its examples: labels for all of them, contents for those to show.
+"""Reading the examples of a run: labels for all of them, contents for those to show.
 
-Lines are read one by one, and the contents only of examples that are asked for, so that the file
-may be of any length.
+Lines are read one by one and contents kept only for the requested examples, so the file may have
+any length.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from microclip.report.folder import EXAMPLES
-from microclip.report.runs import lines, parsed
+from microclip.report.runs import count_lines, lines, parsed
 
 KINDS = ("image", "audio", "text")
 LONGEST_FACT = 300  # characters of a label or domain that are kept
@@ -20,7 +20,7 @@ LONGEST_FACT = 300  # characters of a label or domain that are kept
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known of an example, beside what it looks like."""
+    """What is known about an example, besides its content."""
 
     label: str | None = None
     truth: str | None = None
@@ -28,7 +28,7 @@ class Facts:
 
     @property
     def wrong(self) -> bool | None:
-        """Whether its label is wrong; None if nobody knows."""
+        """Whether its label is wrong; None if unknown."""
         if self.truth is None or self.label is None:
             return None
         return self.label != self.truth
@@ -36,7 +36,7 @@ class Facts:
 
 @dataclass(frozen=True)
 class Content:
-    """What an example looks like: a text, or the name of a file."""
+    """The content of an example: a text, or the name of a file."""
 
     kind: str
     text: str | None = None
@@ -45,7 +45,7 @@ class Content:
 
 @dataclass
 class Examples:
-    """What a run says of its examples, by id, which is a text here."""
+    """What a run says about its examples, by id as text."""
 
     facts: dict[str, Facts] = field(default_factory=dict)
     contents: dict[str, Content] = field(default_factory=dict)
@@ -53,18 +53,18 @@ class Examples:
 
 
 def read_examples(path: Path, known: Collection[str], shown: Collection[str]) -> Examples:
-    """Read a run's examples.
+    """Read the examples of a run.
 
     Args:
-        path: The run's folder.
-        known: All ids of its ledger.
-        shown: The ids whose contents are wanted.
+        path: The folder of the run.
+        known: All ids in its ledger.
+        shown: The ids whose contents to keep.
     """
     found = Examples()
     if not (path / EXAMPLES).exists():
         return found
     unreadable = 0
-    strangers: dict[str, None] = {}
+    unknown: dict[str, None] = {}
     for line, complete in lines(path, EXAMPLES):
         entry = parsed(line)
         one = None if entry is None else _id(entry.get("id"))
@@ -72,7 +72,7 @@ def read_examples(path: Path, known: Collection[str], shown: Collection[str]) ->
             unreadable += complete
             continue
         if one not in known:
-            strangers[one[:LONGEST_FACT]] = None
+            unknown[one[:LONGEST_FACT]] = None
             continue
         found.facts[one] = Facts(*(_fact(entry.get(key)) for key in ("label", "truth", "domain")))
         if one in shown:
@@ -83,13 +83,13 @@ def read_examples(path: Path, known: Collection[str], shown: Collection[str]) ->
                 found.contents[one] = content
     if unreadable:
         found.notes.append(
-            f"{unreadable} lines of {EXAMPLES} describe no example, and were passed over."
+            f"Skipped {count_lines(unreadable)} of {EXAMPLES} that could not be read as examples."
         )
-    if strangers:
-        some = ", ".join(repr(one[:40]) for one in list(strangers)[:3])
+    if unknown:
+        some = ", ".join(repr(one[:40]) for one in list(unknown)[:3])
         found.notes.append(
-            f"{len(strangers)} ids in {EXAMPLES} are not in the ledger, for instance {some}: these "
-            "examples were never trained on, or were given to the Clipper under other ids."
+            f"{len(unknown)} ids in {EXAMPLES} are not in the ledger, for instance {some}: these "
+            "examples were never trained on, or the Clipper got other ids for them."
         )
     return found
 

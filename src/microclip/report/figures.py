@@ -1,7 +1,7 @@
-"""Figures as plotly draws them: traces and layouts, in plain dictionaries.
+"""Figures for plotly: traces and layouts as plain dictionaries.
 
-Colours are names of the style sheet, so that the same figure can be drawn light and dark. What a
-figure means is said in `sections`.
+Colors are names from the style sheet, so that the same figure works in light and dark mode. What a
+figure means is explained in `sections`.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from typing import Any
 import numpy as np
 
 from microclip.report.blocks import Drawing
-from microclip.report.comparison import Comparison, Row, settings_of
-from microclip.report.course import Course, Line
+from microclip.report.comparison import Comparison, ComparisonRow, settings_of
 from microclip.report.runs import Curve, Run
 from microclip.report.statistics import Estimate
+from microclip.report.timeline import Line, Timeline
 
-COLOURS = (1, 3, 4, 5, 6, 7, 8)  # of the style sheet; the second is that of plain training
+COLORS = (1, 3, 4, 5, 6, 7, 8)  # of the style sheet; the second is for plain training
 DASHES = ("solid", "dash", "dot", "dashdot")
 MARKS = ("circle", "square", "diamond", "triangle-up", "triangle-down", "cross", "star", "x")
-POINTS = 400  # of one line, at most
-ALL_POINTS = 40_000  # of one figure, all choices together
+POINTS = 400  # per line, at most
+ALL_POINTS = 40_000  # per figure, all choices together
 BINS = 40
 LONGEST_NAME = 40
 
@@ -35,7 +35,7 @@ Trace = dict[str, Any]
 
 
 def curves(runs: Sequence[Run], metrics: Sequence[str]) -> dict[str, Drawing]:
-    """Draw each metric over steps, a line per run; runs of one setting look the same."""
+    """Draw each metric over steps, one line per run; runs of the same setting look the same."""
     looks: dict[str, Look] = {}
     count = sum(metric in run.metrics for run in runs for metric in metrics)
     points = max(20, min(POINTS, ALL_POINTS // max(count, 1)))
@@ -76,13 +76,14 @@ def curves(runs: Sequence[Run], metrics: Sequence[str]) -> dict[str, Drawing]:
     return drawings
 
 
-def norms(course: Course) -> Drawing:
-    """Draw the bands of gradient norms, and the bound."""
+def norms(timeline: Timeline) -> Drawing:
+    """Draw bands of gradient norms, and the bound."""
+    steps, by_quantile = timeline.steps, timeline.norms
     traces = [
-        *_band(course.steps, course.norms[0.05], course.norms[0.95], "90 % of the norms", "faint"),
-        *_band(course.steps, course.norms[0.25], course.norms[0.75], "half of the norms", "strong"),
-        _line(course.steps, course.norms[0.5], "median norm", "var(--blue)"),
-        _line(course.steps, course.bound, "bound", "var(--orange)", dash="dash"),
+        *_band(steps, by_quantile[0.05], by_quantile[0.95], "90 % of the norms", "faint"),
+        *_band(steps, by_quantile[0.25], by_quantile[0.75], "half of the norms", "strong"),
+        _line(steps, by_quantile[0.5], "median norm", "var(--blue)"),
+        _line(steps, timeline.bound, "bound", "var(--orange)", dash="dash"),
     ]
     return Drawing(
         traces,
@@ -91,18 +92,19 @@ def norms(course: Course) -> Drawing:
             "yaxis": {
                 "title": {"text": "gradient norm"},
                 "type": "log",
-                **_log_ticks(course),
+                **_log_ticks(timeline),
             },
         },
     )
 
 
-def weights(course: Course) -> Drawing:
-    """Draw the bands of weights."""
+def weights(timeline: Timeline) -> Drawing:
+    """Draw bands of weights."""
+    steps, by_quantile = timeline.steps, timeline.weights
     traces = [
-        *_band(course.steps, course.weights[0.05], course.weights[0.95], "90 %", "faint"),
-        *_band(course.steps, course.weights[0.25], course.weights[0.75], "half", "strong"),
-        _line(course.steps, course.weights[0.5], "median", "var(--blue)"),
+        *_band(steps, by_quantile[0.05], by_quantile[0.95], "90 %", "faint"),
+        *_band(steps, by_quantile[0.25], by_quantile[0.75], "half", "strong"),
+        _line(steps, by_quantile[0.5], "median", "var(--blue)"),
     ]
     return Drawing(
         traces,
@@ -114,10 +116,10 @@ def weights(course: Course) -> Drawing:
 
 
 def histogram(values: Mapping[str, Sequence[float]], title: str) -> Drawing:
-    """Draw how values are distributed, a share of each kind per bar."""
+    """Draw the distribution of values as stacked bars, one color per kind."""
     everything = np.concatenate([np.asarray(each, dtype=np.float64) for each in values.values()])
     low, high = float(everything.min()), float(everything.max())
-    # a few that lie far out would leave nothing to be seen of the others: they join the last bar
+    # a few outliers would squeeze all the others into one bar: they join the last bar
     far = float(np.quantile(everything, 0.995))
     if high - low > 4 * (far - low) > 0:
         high = far
@@ -150,7 +152,7 @@ def histogram(values: Mapping[str, Sequence[float]], title: str) -> Drawing:
 
 
 def domains_over_time(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Drawing:
-    """Draw each domain's share of the weight over its share of the examples, over time."""
+    """Draw weight share / example share of each domain over time."""
     traces = []
     for place, name in enumerate(names):
         own = [row for row in rows if row["domain"] == name]
@@ -178,7 +180,7 @@ def domains_over_time(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -
 
 
 def domain_ratios(rows: Sequence[Mapping[str, Any]]) -> Drawing:
-    """Draw every domain's ratio with its interval, the one most held back on top."""
+    """Draw the ratio of every domain with its interval, the one held back most on top."""
     known = [row for row in rows if row["ratio"] is not None][::-1]
     trace = {
         "type": "scatter",
@@ -206,7 +208,7 @@ def domain_ratios(rows: Sequence[Mapping[str, Any]]) -> Drawing:
 
 
 def sweet_spot(comparison: Comparison, metric: str) -> Drawing:
-    """Draw a metric by setting with its intervals, and below it the difference to plain."""
+    """Draw a metric by setting with intervals, and below it the difference from plain."""
     rows = comparison.rows(metric)
     clipped = [row for row in rows if row.setting.microbatch_size is not None]
     plain = [row for row in rows if row.setting.microbatch_size is None]
@@ -225,13 +227,15 @@ def sweet_spot(comparison: Comparison, metric: str) -> Drawing:
     }
     if reached:
         traces.append(_level_trace(names, reached[0].mean, "plain training"))
+        if len(names) == 1:  # a line through one point would be invisible
+            layout["shapes"].append(_level(reached[0].mean))
         if reached[0].low is not None:
             layout["shapes"].append(strip(reached[0].low, reached[0].high))
     differing = [row for row in clipped if row.difference is not None]
     if differing:
         ticks = [_tick(comparison, row) for row in differing]
         differences = [row.difference for row in differing if row.difference is not None]
-        traces.append(_estimates(ticks, differences, "difference to plain", "2"))
+        traces.append(_estimates(ticks, differences, "difference from plain", "2"))
         scale, notes = _scale(differences, [*differences, ZERO], "y2", "{:+.3g}")
         layout["annotations"] += notes
         layout["xaxis"] |= {"anchor": "y2", "domain": [0, 1]}
@@ -239,7 +243,7 @@ def sweet_spot(comparison: Comparison, metric: str) -> Drawing:
         layout["yaxis2"] = {
             "domain": [0, 0.44],
             "anchor": "x",
-            "title": {"text": "difference to plain"},
+            "title": {"text": "difference from plain"},
             **scale,
         }
         layout["shapes"].append({**_level(0), "yref": "y2"})
@@ -254,9 +258,9 @@ def sweet_spot(comparison: Comparison, metric: str) -> Drawing:
 def _scale(
     estimates: Sequence[Estimate], everything: Sequence[Estimate], axis: str, form: str
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Return the range of an axis on which most can be told apart, and notes on what is off it.
+    """Return a range in which most settings can be told apart, and notes on those beyond it.
 
-    A setting that falls far out would flatten all the others: it gets an arrow and its number.
+    A single outlier would flatten all the others: it gets an arrow and its value instead.
     """
     middle = statistics.median(each.mean for each in everything)
     reach = [max(abs(middle - end) for end in _ends(each)) for each in everything]
@@ -269,7 +273,7 @@ def _scale(
     low, high = min(ends) - margin, max(ends) + margin
     notes = [
         {
-            "x": place,  # by its number: a name like "2" would be taken for one
+            "x": place,  # by position: a name like "2" would be read as one
             "y": low if each.mean < middle else high,
             "yref": axis,
             "text": ("↓ " if each.mean < middle else "↑ ") + form.format(each.mean),
@@ -291,7 +295,7 @@ def _ends(each: Estimate) -> tuple[float, float]:
 
 
 def thinned(curve: Curve, points: int) -> tuple[list[int], list[float]]:
-    """Return a curve's points, means of neighbours if there are too many; the last one as it is."""
+    """Return the points of a curve, averaged if there are too many; the last stays as it is."""
     steps, values = list(curve), list(curve.values())
     if len(steps) <= points:
         return steps, rounded(values)
@@ -302,7 +306,7 @@ def thinned(curve: Curve, points: int) -> tuple[list[int], list[float]]:
 
 
 def rounded(values: Sequence[float | None]) -> list[Any]:
-    """Return values with as many digits as can be seen."""
+    """Return values rounded to the digits that are visible."""
     return [None if value is None else float(f"{value:.6g}") for value in values]
 
 
@@ -312,7 +316,7 @@ def cut(text: str, length: int = LONGEST_NAME) -> str:
 
 
 def escaped(text: str) -> str:
-    """Return a text in which plotly finds no markup and no values to fill in."""
+    """Return a text in which plotly finds no markup and no template fields."""
     return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;").replace("%{", "% {")
 
 
@@ -331,18 +335,18 @@ class Look:
 
 
 def look(place: int, plain: bool = False) -> Look:
-    """Return the look of a line by its place among others; plain training is the same everywhere.
+    """Return the look of the n-th line; plain training looks the same everywhere.
 
-    What has the same colour is dashed differently.
+    Lines that share a color have different dashes.
     """
     if plain:
         return Look({"color": "var(--orange)", "dash": "dash", "width": 2.2}, MARKS[-1], True)
-    color = f"var(--s{COLOURS[place % len(COLOURS)]})"
-    pattern = DASHES[place // len(COLOURS) % len(DASHES)]
+    color = f"var(--s{COLORS[place % len(COLORS)]})"
+    pattern = DASHES[place // len(COLORS) % len(DASHES)]
     return Look({"color": color, "dash": pattern, "width": 1.8}, MARKS[place % len(MARKS)], False)
 
 
-def _tick(comparison: Comparison, row: Row) -> str:
+def _tick(comparison: Comparison, row: ComparisonRow) -> str:
     if comparison.is_curve and row.setting.microbatch_size is not None:
         return str(row.setting.microbatch_size)
     return escaped(cut(row.setting.name, 30))
@@ -410,7 +414,7 @@ def _level(value: float) -> dict[str, Any]:
 
 
 def strip(low: float, high: float | None) -> dict[str, Any]:
-    """Return a band over the whole width."""
+    """Return a horizontal band over the whole width."""
     return {
         "type": "rect",
         "xref": "paper",
@@ -436,9 +440,9 @@ def _line(xs: Sequence[float], ys: Line, name: str, color: str, dash: str = "sol
     }
 
 
-def _log_ticks(course: Course) -> dict[str, Any]:
-    """Return which numbers stand beside a logarithmic axis: 1, 2 and 5, or powers of ten alone."""
-    known = [v for line in course.norms.values() for v in line if v is not None and v > 0]
+def _log_ticks(timeline: Timeline) -> dict[str, Any]:
+    """Return the ticks of a logarithmic axis: 1, 2 and 5, or only powers of ten."""
+    known = [v for line in timeline.norms.values() for v in line if v is not None and v > 0]
     if not known or max(known) / min(known) > 1000:
         return {"dtick": 1}
     decades = range(math.floor(math.log10(min(known))), math.ceil(math.log10(max(known))) + 1)
@@ -447,7 +451,7 @@ def _log_ticks(course: Course) -> dict[str, Any]:
 
 
 def _band(xs: Sequence[float], low: Line, high: Line, name: str, strength: str) -> list[Trace]:
-    """Fill what lies between two lines."""
+    """Fill the area between two lines."""
     shared: Trace = {
         "type": "scatter",
         "mode": "lines",

@@ -1,6 +1,6 @@
-"""Writing a run's folder: what was run, its metrics, its examples, and where its ledger goes.
+"""Writing a run folder: what was run, its metrics, its examples, and where its ledger goes.
 
-Needs nothing but the standard library, unless it is given pixels. Reading is done in `runs`.
+Needs only the standard library, unless it is given pixels. `runs` reads the folder.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ FORMAT = "microclip-run"
 VERSION = 1
 RUN, METRICS, EXAMPLES, LEDGER = "run.json", "metrics.jsonl", "examples.jsonl", "ledger"
 MEDIA = "examples"
-RESUMED = "resumed"  # the key of a line that says: what follows may replace what was before
+RESUMED = "resumed"  # marks a restart: lines after it may replace lines before it
 PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,63}")
-ENDINGS = {"image": "png", "audio": "wav"}  # what a file says it is, not its name, is what counts
+ENDINGS = {"image": "png", "audio": "wav"}  # readers go by a file's first bytes, not by its name
 
 
 class RunFolder:
-    """A folder that `microclip report` makes a page of.
+    """A folder for one run, which `microclip report` turns into a page.
 
     >>> import tempfile
     >>> folder = tempfile.TemporaryDirectory()
@@ -37,19 +37,19 @@ class RunFolder:
     ['examples.jsonl', 'metrics.jsonl', 'run.json']
     >>> folder.cleanup()
 
-    A folder that is there already is gone on with: from the first step that is logged again, what
-    was logged before is replaced.
+    An existing folder is continued: once a step is logged again, it replaces everything that was
+    logged for later steps.
 
     Args:
-        path: The folder, made if it does not exist.
-        name: What the page calls the run; the folder's name unless given.
+        path: The folder, created if it does not exist.
+        name: The name of the run on the page; by default that of the folder.
         microbatch_size: b, or None for plain training.
         seed: Runs that differ in nothing but their seed are averaged.
         group: Runs of the same group are compared with each other.
-        settings: Whatever the run was done with: numbers, texts, lists, nested mappings.
-        command: The command that does it again.
-        headline: The metric that runs are judged by; "test_accuracy" or the like is found
-            without being named.
+        settings: Anything worth recording: numbers, texts, lists, nested mappings.
+        command: The command that reproduces the run.
+        headline: The metric to judge runs by; "test_accuracy" and the like are found
+            automatically.
     """
 
     def __init__(
@@ -97,19 +97,19 @@ class RunFolder:
 
     @property
     def ledger(self) -> Path:
-        """Where the ledger of this run belongs: `microclip.Ledger(run.ledger)`."""
+        """Where to put the ledger of this run: `microclip.Ledger(run.ledger)`."""
         return self.path / LEDGER
 
     def log(self, step: int, **metrics: Any) -> None:
-        """Note what was measured after so many steps; what is not finite is noted as unknown."""
+        """Log metrics after this many steps; values that are not finite are logged as unknown."""
         self.log_all(step, metrics)
 
     def log_all(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Do as `log` does, for names that Python has no keywords for."""
+        """Like `log`, for metric names that are not valid keyword arguments."""
         if isinstance(step, bool) or not isinstance(step, int) or step < 0:
             raise ValueError(f"step must be 0 or a positive integer, but got {step!r}.")
         if "step" in metrics:
-            raise ValueError("A metric cannot be called step: that is what lines are ordered by.")
+            raise ValueError("A metric cannot be called step: that name is taken.")
         values = {name: float(value) for name, value in metrics.items()}
         known = {name: v if math.isfinite(v) else None for name, v in values.items()}
         self._append(METRICS, {"step": step, **known})
@@ -125,22 +125,22 @@ class RunFolder:
         truth: object = None,
         domain: object = None,
     ) -> None:
-        """Describe an example, so that the page can show it. Said again, the last word counts.
+        """Describe an example so that the page can show it; a later description replaces it.
 
         Args:
-            id: The same that the `Clipper` was given as ids=.
+            id: The id that was passed to the `Clipper` in ids=.
             image: The bytes of an image file, or pixels: height x width (x channels).
             audio: The bytes of a sound file.
             text: A text.
             label: The label it was trained with.
-            truth: The right label, if it is known.
+            truth: The correct label, if known.
             domain: Where it comes from.
         """
         shown = {"image": image, "audio": audio, "text": text}
         given = [kind for kind, content in shown.items() if content is not None]
         if len(given) > 1:
             raise ValueError(
-                f"An example is shown in one way, but {id!r} was given {' and '.join(given)}."
+                f"An example has one kind of content, but {id!r} was given {' and '.join(given)}."
             )
         line: dict[str, Any] = {"id": id}
         for kind in given:
@@ -155,12 +155,12 @@ class RunFolder:
 
     def _keep(self, id: int | str, kind: str, content: Any) -> str:
         if not isinstance(content, bytes):
-            from microclip.report.png import png
+            from microclip.report.media import png
 
             content = png(content)
         (self.path / MEDIA).mkdir(exist_ok=True)
         stem = str(id)
-        if not PLAIN_NAME.fullmatch(stem):  # an id may be anything, the name of a file may not
+        if not PLAIN_NAME.fullmatch(stem):  # an id may be anything, a file name may not
             stem = hashlib.sha256(stem.encode("utf-8", "surrogatepass")).hexdigest()[:32]
         name = f"{MEDIA}/{stem}.{ENDINGS[kind]}"
         write_whole(self.path / name, content)

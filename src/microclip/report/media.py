@@ -1,23 +1,28 @@
-"""Images and sounds as data URIs: small enough, of a kind that browsers know, from inside the run.
+"""Files of a run: opened safely, embedded as data URIs, and PNG made from arrays.
 
-What a file is, its first bytes say; its name may say anything. SVG is not among them: it is a
-language of its own.
+A run may come from anyone, and its files name other files: anything that leads out of its folder is
+refused. What a file is, its first bytes say; its name may say anything. SVG is left out on purpose,
+since it can carry scripts. Knows nothing about what a run means.
 """
 
 from __future__ import annotations
 
 import base64
+import os
+import stat
 import struct
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-
-from microclip.report.inside import OutsideError, opened, short
+from typing import IO, Any
 
 LARGEST_FILE = 400_000  # bytes
-FULL = "Not shown: the page is full, and is to stay small enough to be sent."
-ENLARGED = 96  # an image of fewer pixels than that is enlarged pixel by pixel
+FULL = "Not shown: the page has reached its size limit."
+ENLARGED = 96  # images no larger than this, in pixels, are enlarged without smoothing
 
-BEGINNINGS = {
+SIGNATURES = {
     "image": {
         b"\x89PNG\r\n\x1a\n": "image/png",
         b"\xff\xd8\xff": "image/jpeg",
@@ -34,11 +39,41 @@ BEGINNINGS = {
     },
 }
 IN_RIFF = {"image": {b"WEBP": "image/webp"}, "audio": {b"WAVE": "audio/wav"}}
+PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
+PNG_COLOR_TYPES = {1: 0, 3: 2, 4: 6}  # by the number of channels: gray, RGB, RGBA
+
+
+class OutsideError(ValueError):
+    """A name that leads out of its folder, or is not the name of a regular file."""
+
+
+@contextmanager
+def safe_open(folder: Path, name: str) -> Iterator[IO[bytes]]:
+    """Open a regular file in a folder for reading; links may not lead out of the folder."""
+    root = folder.resolve()
+    try:
+        path = (root / name).resolve()
+    except (ValueError, RuntimeError) as error:  # a null byte; a cycle of links
+        raise OutsideError(f"{quoted(name)} is not a file name.") from error
+    if os.path.isabs(name) or not path.is_relative_to(root):
+        raise OutsideError(f"{quoted(name)} leads out of the run's folder.")
+    # non-blocking, since a pipe would wait for a writer; no following of a link created just now
+    flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOFOLLOW", 0)
+    descriptor = os.open(path, flags | getattr(os, "O_BINARY", 0))
+    with os.fdopen(descriptor, "rb") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OutsideError(f"{quoted(name)} is not a regular file.")
+        yield file
+
+
+def quoted(text: str, length: int = 80) -> str:
+    """Return a text in quotes, cut if it is long."""
+    return repr(text if len(text) <= length else text[: length - 1] + "…")
 
 
 @dataclass(frozen=True)
 class Media:
-    """What goes into the page."""
+    """A file as it goes into the page."""
 
     uri: str
     pixelated: bool = False
@@ -48,14 +83,14 @@ class LeftOutError(ValueError):
     """A file is not shown; the message says why."""
 
 
-class Room:
-    """How much may still go into the page."""
+class ByteBudget:
+    """How many bytes may still go into the page."""
 
     def __init__(self, size: int) -> None:
         self.left = size
 
     def take(self, size: int) -> bool:
-        """Take so many bytes, if they are there."""
+        """Spend this many bytes, if there are enough left."""
         if size > self.left:
             return False
         self.left -= size
@@ -66,8 +101,8 @@ class Room:
         content = _read(folder, name)
         mime = _mime(content, kind)
         if mime is None:
-            article = "an image" if kind == "image" else "a sound"
-            raise LeftOutError(f"{short(name)} is not {article} that browsers know.")
+            what = "an image" if kind == "image" else "a sound"
+            raise LeftOutError(f"{quoted(name)} is not {what} in a format that browsers support.")
         uri = f"data:{mime};base64,{base64.b64encode(content).decode()}"
         if not self.take(len(uri)):
             raise LeftOutError(FULL)
@@ -76,16 +111,16 @@ class Room:
 
 def _read(folder: Path, name: str) -> bytes:
     try:
-        with opened(folder, name) as file:
+        with safe_open(folder, name) as file:
             content = file.read(LARGEST_FILE + 1)
     except OutsideError as error:
         raise LeftOutError(str(error)) from error
     except OSError as error:
         raise LeftOutError(
-            f"{short(name)} cannot be read ({error.strerror or 'bad name'})."
+            f"{quoted(name)} cannot be read ({error.strerror or 'bad name'})."
         ) from error
     if len(content) > LARGEST_FILE:
-        raise LeftOutError(f"{short(name)} is larger than {LARGEST_FILE // 1000} KB.")
+        raise LeftOutError(f"{quoted(name)} is larger than {LARGEST_FILE // 1000} KB.")
     return content
 
 
@@ -94,14 +129,14 @@ def _mime(content: bytes, kind: str) -> str | None:
         return IN_RIFF[kind].get(content[8:12])
     if kind == "audio" and content[4:8] == b"ftyp":
         return "audio/mp4"
-    for beginning, mime in BEGINNINGS[kind].items():
-        if content.startswith(beginning):
+    for signature, mime in SIGNATURES[kind].items():
+        if content.startswith(signature):
             return mime
     return None
 
 
 def _is_small(content: bytes) -> bool:
-    """Say whether an image has so few pixels that each is worth being seen; others are smooth."""
+    """Return whether an image has so few pixels that each should be visible."""
     if content.startswith(b"\x89PNG") and len(content) >= 24:
         width, height = struct.unpack(">II", content[16:24])
     elif content.startswith(b"GIF") and len(content) >= 10:
@@ -109,3 +144,42 @@ def _is_small(content: bytes) -> bool:
     else:
         return False
     return bool(0 < width <= ENLARGED and 0 < height <= ENLARGED)
+
+
+def png(pixels: Any) -> bytes:
+    """Return an array of height x width (x channels) as a PNG file, without an imaging library.
+
+    >>> png([[0, 255]])[:4]
+    b'\\x89PNG'
+
+    Args:
+        pixels: An array, a nested list or a tensor on the CPU. Integers range from 0 to 255, floats
+            from 0 to 1; values beyond are clipped. One channel (gray), three (RGB) or four (RGBA).
+    """
+    import numpy as np  # here, so that the rest of this module needs the standard library only
+
+    array = np.asarray(pixels)
+    array = array[:, :, None] if array.ndim == 2 else array
+    if array.ndim != 3 or array.shape[2] not in PNG_COLOR_TYPES or 0 in array.shape:
+        raise ValueError(
+            "An image must be an array of height x width, or height x width x 1, 3 or 4 channels, "
+            f"but got one of shape {np.shape(pixels)}."
+        )
+    if not np.issubdtype(array.dtype, np.integer):
+        array = np.nan_to_num(array.astype(np.float64)) * 255
+    values = array.clip(0, 255).round().astype(np.uint8)
+    height, width, channels = values.shape
+    # each line begins with the number of its filter: 0, none
+    lines = np.pad(values.reshape(height, -1), ((0, 0), (1, 0))).tobytes()
+    header = struct.pack(">IIBBBBB", width, height, 8, PNG_COLOR_TYPES[channels], 0, 0, 0)
+    return (
+        PNG_SIGNATURE
+        + _chunk(b"IHDR", header)
+        + _chunk(b"IDAT", zlib.compress(lines, 9))
+        + _chunk(b"IEND", b"")
+    )
+
+
+def _chunk(kind: bytes, content: bytes) -> bytes:
+    checksum = zlib.crc32(kind + content)
+    return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", checksum)

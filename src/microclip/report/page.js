@@ -1,4 +1,4 @@
-// What moves on the page: figures, themes, sorting, filtering. Nothing here reaches for a network.
+// The interactive parts of the page: figures, themes, sorting, filtering. No network access.
 "use strict";
 (() => {
   const root = document.documentElement;
@@ -9,14 +9,14 @@
 
   const named = /^var\((--[a-z0-9-]+)\)$/;
 
-  function coloured(value, style) {
+  function colored(value, style) {
     if (typeof value === "string") {
       const found = named.exec(value);
       return found ? style.getPropertyValue(found[1]).trim() : value;
     }
-    if (Array.isArray(value)) return value.map((one) => coloured(one, style));
+    if (Array.isArray(value)) return value.map((one) => colored(one, style));
     if (value === null || typeof value !== "object") return value;
-    return Object.fromEntries(Object.entries(value).map(([k, v]) => [k, coloured(v, style)]));
+    return Object.fromEntries(Object.entries(value).map(([k, v]) => [k, colored(v, style)]));
   }
 
   function laidOut(layout, style) {
@@ -33,7 +33,7 @@
       hoverlabel: { bgcolor: style.getPropertyValue("--raised").trim(), font: { color: ink } },
       legend: { orientation: "h", x: 0, y: 1.02, yanchor: "bottom", itemclick: "toggle" },
     };
-    const result = { ...base, ...coloured(layout, style) };
+    const result = { ...base, ...colored(layout, style) };
     result.legend = { ...base.legend, ...layout.legend };
     for (const name of Object.keys({ xaxis: 0, yaxis: 0, ...layout })) {
       if (/^[xy]axis\d*$/.test(name)) result[name] = { ...axis, ...result[name] };
@@ -47,7 +47,7 @@
     const select = document.querySelector(`select[data-for="${place.dataset.figure}"]`);
     const chosen = figure[select ? Number(select.value) : 0];
     const style = getComputedStyle(root);
-    return Plotly.react(place, coloured(chosen.data, style), laidOut(chosen.layout, style), quiet);
+    return Plotly.react(place, colored(chosen.data, style), laidOut(chosen.layout, style), quiet);
   }
 
   const plots = [...document.querySelectorAll("[data-figure]")];
@@ -69,14 +69,14 @@
   function show(theme) {
     if (theme) root.dataset.theme = theme;
     toggle.textContent = isDark() ? "Light" : "Dark";
-    toggle.setAttribute("aria-label", isDark() ? "Use light colours" : "Use dark colours");
+    toggle.setAttribute("aria-label", isDark() ? "Use light colors" : "Use dark colors");
     drawAll();
   }
 
   toggle.hidden = false;
   toggle.addEventListener("click", () => show(isDark() ? "light" : "dark"));
   dark.addEventListener("change", () => show());
-  let before = null; // the theme to go back to after printing, which may be asked for twice
+  let before = null; // the theme to restore after printing; the event may fire twice
   addEventListener("beforeprint", () => {
     if (before === null) before = root.dataset.theme || "";
     show("light");
@@ -90,7 +90,7 @@
 
   // ------------------------------------------------------------------------- sorting, filtering
 
-  // numbers before texts, what is not known last whichever way round
+  // numbers before texts, unknown values last in either direction
   function compare(one, other, sign) {
     if (one === "" || other === "") return (one === "") - (other === "");
     const [a, b] = [Number(one), Number(other)];

@@ -1,8 +1,8 @@
-"""From blocks to one HTML file that needs nothing else.
+"""From blocks to a single HTML file that works offline.
 
 Everything that comes from data is escaped: texts by jinja, figures as JSON in which no tag can
-begin or end. And if something were overlooked, the page's own policy lets no script run but the
-two that are named in it by their hash, and nothing be fetched from anywhere.
+begin or end. As a second line of defense, the page's Content-Security-Policy allows only its own
+two scripts, by hash, and no network requests.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from microclip.report.blocks import Cell, Figure, Page
 from microclip.report.gallery import shortened
 
 LARGEST_PAGE = 8_000_000  # bytes
-FOR_THE_REST = 1_000_000  # of it: sentences, tables, figures
+RESERVED = 1_000_000  # bytes of it for text, tables and figures
 HIDDEN_IN_JSON = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"}
 
 
@@ -36,43 +36,43 @@ def render(page: Page) -> bytes:
         lstrip_blocks=True,
     )
     environment.filters |= {"shortened": shortened, "sort_key": sort_key}
-    script = _own("page.js")
+    script = _asset("page.js")
     html = environment.get_template("page.html.jinja").render(
         page=page,
         policy=_policy(plotly_script(), script),
-        style=Markup(_own("style.css")),
+        style=Markup(_asset("style.css")),
         figures=Markup(_figures(page)),
         plotly=Markup(plotly_script()),
         script=Markup(script),
     )
-    content = html.encode("utf-8", "replace")  # half a character cannot be written otherwise
+    content = html.encode("utf-8", "replace")  # a lone surrogate cannot be encoded
     if len(content) > LARGEST_PAGE:
         raise ValueError(
             f"The page would have {len(content):,} bytes, more than {LARGEST_PAGE:,}. Report on "
-            "fewer runs at once, or show fewer examples."
+            "fewer runs, or show fewer examples."
         )
     return content
 
 
-def room_for_media() -> int:
-    """Return how many bytes images, sounds and texts may take."""
-    return LARGEST_PAGE - FOR_THE_REST - len(plotly_script())
+def media_budget() -> int:
+    """Return how many bytes images, sounds and texts of examples may take."""
+    return LARGEST_PAGE - RESERVED - len(plotly_script())
 
 
 @cache
 def plotly_script() -> str:
-    """Return plotly.js as its Python package brings it along."""
+    """Return the plotly.js that ships with the Python package."""
     return (files("plotly") / "package_data" / "plotly.min.js").read_text(encoding="utf-8")
 
 
 def sort_key(cell: Cell) -> str:
-    """Return what a cell is sorted by, as a text; nothing if that is not known."""
+    """Return the sort key of a cell as text; empty if unknown."""
     key = cell.sort if cell.sort is not None or cell.sparkline else cell.text
     return "" if key is None else str(key)
 
 
 def embedded(value: Any) -> str:
-    """Return JSON for the inside of a script element.
+    """Return JSON that is safe inside a script element.
 
     >>> embedded({"a": "</script>"})
     '{"a":"\\\\u003c/script\\\\u003e"}'
@@ -117,5 +117,5 @@ def _digest(script: str) -> str:
     return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
 
 
-def _own(name: str) -> str:
+def _asset(name: str) -> str:
     return (files("microclip.report") / name).read_text(encoding="utf-8")

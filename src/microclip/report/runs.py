@@ -1,7 +1,7 @@
-"""Reading a run's folder: what was run, and its metrics. A ledger by itself is a run too.
+"""Reading run folders: what was run, and its metrics. A bare ledger counts as a run too.
 
-Whatever is wrong with a folder as a whole is an error; a line that cannot be read is passed over
-and noted. Examples are read by `examples`, ledgers by `course` and `microclip.draggers`.
+A folder that cannot be used as a whole is an error; a single unreadable line is skipped and noted.
+`examples` reads the examples, `timeline` and `microclip.draggers` read the ledger.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from microclip.report.folder import FORMAT, LEDGER, METRICS, RESUMED, RUN, VERSION
-from microclip.report.inside import OutsideError, opened
+from microclip.report.media import OutsideError, safe_open
 
 LONGEST_RUN_FILE = 16_000_000  # bytes
 LONGEST_LINE = 16_000_000
@@ -24,12 +24,12 @@ Curve = dict[int, float]  # by step
 
 
 class RunError(ValueError):
-    """A folder is not a run that can be reported on; the message says why, and what to do."""
+    """A folder cannot be read as a run; the message says why and what to do."""
 
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """What a run's folder says."""
+    """The content of a run folder."""
 
     path: Path
     name: str
@@ -37,7 +37,7 @@ class Run:
     seed: int | None
     group: str | None
     settings: dict[str, str]
-    described: bool = True  # False: a ledger without a run.json, of which little is known
+    described: bool = True  # False: a ledger without a run.json
     command: str | None = None
     headline: str | None = None
     versions: dict[str, str] = field(default_factory=dict)
@@ -47,7 +47,7 @@ class Run:
 
 
 def read_run(path: Path) -> Run:
-    """Read a run's folder, or a ledger's."""
+    """Read the folder of a run or a ledger."""
     if not path.exists():
         raise RunError(f"There is no run at {path}: the folder does not exist.")
     if not path.is_dir():
@@ -57,40 +57,40 @@ def read_run(path: Path) -> Run:
         if ledger is None:
             raise RunError(
                 f"{path} is not a run: it has neither a {RUN} nor a ledger. Write one with "
-                "microclip.report.RunFolder, or give the folder of a microclip.Ledger."
+                "microclip.report.RunFolder, or pass the folder of a microclip.Ledger."
             )
         own = path.resolve()
         name = own.parent.name if own.name == LEDGER and own.parent.name else own.name
         return Run(path, name, None, None, None, {}, described=False, ledger=ledger)
-    said = _read_description(path)
+    content = _read_description(path)
     metrics, notes = _read_metrics(path)
     if metrics and ledger is not None and not any(ledger.glob("*/*.parquet")):
-        notes = (*notes, "Its ledger is empty: no step was written yet, or all of it was deleted.")
+        notes = (*notes, "Its ledger is empty: nothing has been written yet, or it was deleted.")
         ledger = None
     run = Run(
         path=path,
-        name=_text(said.get("name")) or path.resolve().name,
-        microbatch_size=_size(path, said.get("microbatch_size")),
-        seed=said["seed"] if _whole(said.get("seed")) else None,
-        group=_text(said.get("group")),
-        settings=dict(_flat(said.get("settings"))),
-        command=_text(said.get("command")),
-        headline=_text(said.get("headline")),
-        versions=dict(_flat(said.get("versions"))),
+        name=_text(content.get("name")) or path.resolve().name,
+        microbatch_size=_size(path, content.get("microbatch_size")),
+        seed=content["seed"] if _whole(content.get("seed")) else None,
+        group=_text(content.get("group")),
+        settings=dict(_flat(content.get("settings"))),
+        command=_text(content.get("command")),
+        headline=_text(content.get("headline")),
+        versions=dict(_flat(content.get("versions"))),
         metrics=metrics,
         ledger=ledger,
         notes=notes,
     )
     if not run.metrics and run.ledger is None:
         raise RunError(
-            f"The run {path} is empty: it has no ledger, and no metric in {METRICS}. Log some with "
+            f"The run {path} is empty: it has no ledger and no metric in {METRICS}. Log some with "
             "RunFolder.log(step, loss=...), or let it train a little longer."
         )
     return run
 
 
 def _find_ledger(path: Path) -> Path | None:
-    """Return the ledger's folder; whether it is whole is for whoever opens it to say."""
+    """Return the folder of the ledger; whether it is complete is checked when it is opened."""
     for place in (path / LEDGER, path):
         if (place / "ledger.json").exists() or (place / "microbatches").is_dir():
             return place
@@ -99,25 +99,25 @@ def _find_ledger(path: Path) -> Path | None:
 
 def _read_description(path: Path) -> dict[str, Any]:
     try:
-        with opened(path, RUN) as file:
+        with safe_open(path, RUN) as file:
             text = file.read(LONGEST_RUN_FILE + 1)
         if len(text) > LONGEST_RUN_FILE:
             raise RunError(f"{path / RUN} is longer than {LONGEST_RUN_FILE:,} bytes.")
-        said = json.loads(text)
+        content = json.loads(text)
     except OutsideError as error:
         raise RunError(f"The run {path} cannot be read: {error}") from error
     except (ValueError, RecursionError) as error:
         if isinstance(error, RunError):
             raise
-        raise RunError(f"{path / RUN} is damaged ({error}). Take it from a copy.") from error
-    if not isinstance(said, dict) or said.get("format") != FORMAT:
+        raise RunError(f"{path / RUN} is damaged ({error}). Restore it from a backup.") from error
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise RunError(f'{path / RUN} does not say "format": "{FORMAT}": this is not a run.')
-    if said.get("version") != VERSION:
+    if content.get("version") != VERSION:
         raise RunError(
-            f"{path / RUN} is of version {said.get('version')!r}, but this microclip reads version "
-            f"{VERSION}. Use the microclip that wrote it."
+            f"{path / RUN} has version {content.get('version')!r}, but this microclip reads "
+            f"version {VERSION}. Use the microclip version that wrote it."
         )
-    return said
+    return content
 
 
 def _read_metrics(path: Path) -> tuple[dict[str, Curve], tuple[str, ...]]:
@@ -129,7 +129,7 @@ def _read_metrics(path: Path) -> tuple[dict[str, Curve], tuple[str, ...]]:
     for line, complete in lines(path, METRICS):
         entry = parsed(line)
         if entry is None:
-            torn += complete  # a last line that is not complete is still being written
+            torn += complete  # an incomplete last line is still being written
             continue
         if entry.get(RESUMED) is True:
             resumed = True
@@ -139,8 +139,8 @@ def _read_metrics(path: Path) -> tuple[dict[str, Curve], tuple[str, ...]]:
             odd += 1
             continue
         if resumed:  # training went back to this step: what came after it never happened
-            # at the step itself not everything need be measured again: a run that had ended says
-            # once more what came of it, and no more than that
+            # keep the step itself: a finished run that is resumed there logs only its final
+            # metrics again
             curves = {n: {s: v for s, v in c.items() if s <= step} for n, c in curves.items()}
             resumed = False
         for name, value in entry.items():
@@ -150,7 +150,7 @@ def _read_metrics(path: Path) -> tuple[dict[str, Curve], tuple[str, ...]]:
     notes = []
     if torn or odd:
         notes.append(
-            f"{torn + odd} lines of {METRICS} are no metrics of a step, and were passed over."
+            f"Skipped {count_lines(torn + odd)} of {METRICS} that could not be read as metrics."
         )
     curves = {name: dict(sorted(curve.items())) for name, curve in curves.items() if curve}
     if len(curves) > MOST_METRICS:
@@ -160,9 +160,9 @@ def _read_metrics(path: Path) -> tuple[dict[str, Curve], tuple[str, ...]]:
 
 
 def lines(path: Path, name: str) -> Iterator[tuple[bytes, bool]]:
-    """Give the lines of a run's file, and whether they are complete; very long ones are empty."""
+    """Yield the lines of a file and whether they are complete; overlong lines become empty."""
     try:
-        with opened(path, name) as file:
+        with safe_open(path, name) as file:
             while line := file.readline(LONGEST_LINE + 1):
                 complete = line.endswith(b"\n")
                 if len(line) > LONGEST_LINE:
@@ -175,8 +175,13 @@ def lines(path: Path, name: str) -> Iterator[tuple[bytes, bool]]:
         raise RunError(f"The run {path} cannot be read: {error}") from error
 
 
+def count_lines(count: int) -> str:
+    """Return "1 line", "2 lines" and so on."""
+    return f"{count} line{'' if count == 1 else 's'}"
+
+
 def parsed(line: bytes) -> dict[str, Any] | None:
-    """Return the object that a line is, None if it is none."""
+    """Return the JSON object in a line, or None."""
     try:
         entry = json.loads(line)
     except (ValueError, RecursionError):
@@ -203,8 +208,8 @@ def _size(path: Path, value: object) -> int | None:
         return None
     if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 2**53:
         raise RunError(
-            f"{path / RUN} must say a positive microbatch_size, or null for plain training, but "
-            f"says {json.dumps(value)[:80]}."
+            f"microbatch_size in {path / RUN} must be a positive integer, or null for plain "
+            f"training, but is {json.dumps(value)[:80]}."
         )
     return value
 
@@ -214,7 +219,7 @@ def _text(value: object) -> str | None:
 
 
 def _flat(settings: Any, before: str = "") -> Iterator[tuple[str, str]]:
-    """Give nested settings one by one, their names joined by dots."""
+    """Yield nested settings one by one, names joined by dots."""
     if not isinstance(settings, dict):
         return
     for name, value in settings.items():

@@ -1,4 +1,4 @@
-"""What the page says: sections of sentences, figures and tables about what is known of the runs.
+"""What the page says: sections of text, figures and tables about the runs.
 
 A section without data says why in one sentence, or is left out. Every figure comes with a
 sentence on how to read it.
@@ -18,9 +18,9 @@ from microclip.report.comparison import (
     unsigned,
     verdict,
 )
-from microclip.report.dossier import Dossier
 from microclip.report.gallery import gallery, number, scores, shortened
-from microclip.report.media import Room
+from microclip.report.media import ByteBudget
+from microclip.report.run_data import RunData
 from microclip.report.runs import Run
 
 LONGEST_VALUE = 200  # characters of a setting
@@ -28,17 +28,19 @@ MOST_ROWS = 200
 
 
 def summary(
-    runs: Sequence[Run], comparisons: Sequence[Comparison], dossiers: Sequence[Dossier]
+    runs: Sequence[Run], comparisons: Sequence[Comparison], all_data: Sequence[RunData]
 ) -> list[str]:
-    """Return what came out, in plain words."""
+    """Return the results in plain words."""
     found = [sentence for one in comparisons if (sentence := verdict(one)) is not None]
     if len(runs) == 1 and (reached := runs[0].metrics.get(runs[0].headline or "")):
         step, value = list(reached.items())[-1]
         found.append(f"{shortened(str(runs[0].headline))} is {value:.4g} after step {step:,}.")
-    found += [_ledger_sentence(dossier, len(runs) > 1) for dossier in dossiers]
+    for data in all_data:
+        found.append(_ledger_sentence(data, len(runs) > 1))
+        found += _wrong_labels(data)
     return found or [
-        f"{_count(len(runs), 'run')}. There is nothing to compare yet: the same with "
-        "another micro-batch size would show what it does, and a ledger to whom."
+        f"{_count(len(runs), 'run')}. There is nothing to compare yet: a run with another "
+        "micro-batch size would show what clipping does, and a ledger to which examples."
     ]
 
 
@@ -48,13 +50,13 @@ def comparing(comparison: Comparison, key: str) -> Section:
     rows = comparison.rows(comparison.headline)
     differs = any(row.difference is not None for row in rows)
     how = (
-        "Each dot is the mean over seeds of a run's last value, with its 95 % interval; the "
-        "dashed line with its band is plain training."
+        "Each dot is the mean over seeds of the last value, with its 95 % interval; the dashed "
+        "line with its band is plain training."
     )
     if differs:
         how += (
-            " Below, the difference to plain training, seed by seed: a bar that lies entirely on "
-            "one side of 0 is a difference that the seeds agree on."
+            " Below, the difference from plain training, paired by seed: if a bar lies entirely "
+            "on one side of 0, the difference is unlikely to be noise."
         )
     blocks: list[Block] = [
         Figure(f"sweet-spot-{key}", "By micro-batch size", how, choices, "metric", 460),
@@ -62,14 +64,15 @@ def comparing(comparison: Comparison, key: str) -> Section:
     ]
     if not differs:
         blocks.append(Paragraph(_why_no_difference(comparison), "note"))
-    title = "Which micro-batch size?"
+    one_size = len(comparison.settings) == 2 and comparison.settings[0].microbatch_size is None
+    title = "Does clipping help?" if one_size else "Which micro-batch size?"
     if comparison.group:
         title += f" ({shortened(comparison.group)})"
     return Section(f"comparison-{key}", title, blocks)
 
 
 def what_was_run(runs: Sequence[Run]) -> Section:
-    """Tell runs apart by what differs, then say what is the same for all."""
+    """List what differs between the runs, then what is the same for all."""
     facts = [_facts_of(run) for run in runs]
     names = list(dict.fromkeys(name for fact in facts for name in fact))
     shared = {
@@ -88,21 +91,19 @@ def what_was_run(runs: Sequence[Run]) -> Section:
         ]
         blocks.append(Table("shared", caption, ("setting", "value"), rows))
     if not any(run.described for run in runs):
-        blocks.append(
-            Paragraph("Nothing is known of the settings: there is a ledger, and no run.json.")
-        )
+        blocks.append(Paragraph("The settings are unknown: there is a ledger, but no run.json."))
     for run in runs:
         blocks += [Paragraph(f"{shortened(run.name)}: {note}", "note") for note in run.notes]
     return Section("runs", "What was run", blocks)
 
 
-def learning_curves(runs: Sequence[Run], dossiers: Sequence[Dossier]) -> Section | None:
-    """Draw every metric that was logged more than once; else the loss that ledgers have."""
+def learning_curves(runs: Sequence[Run], all_data: Sequence[RunData]) -> Section | None:
+    """Draw every metric that was logged more than once, else the losses in the ledgers."""
     curved = [run for run in runs if any(len(curve) > 1 for curve in run.metrics.values())]
     names = dict.fromkeys(
         name for run in curved for name, curve in run.metrics.items() if len(curve) > 1
     )
-    how = "Each line is a run; a line that falls or rises early has learnt early."
+    how = "Each line is a run; a line that falls or rises early belongs to a run that learned fast."
     if curved:
         metrics = sorted(names, key=by_interest)
         choices = figures.curves(curved, metrics)
@@ -111,17 +112,17 @@ def learning_curves(runs: Sequence[Run], dossiers: Sequence[Dossier]) -> Section
         if len(curved) < len(runs):
             blocks.append(
                 Paragraph(
-                    f"{_count(len(curved), 'run')} of {len(runs)} logged more than the end.", "note"
+                    f"Only {len(curved)} of {len(runs)} runs logged metrics more than once.", "note"
                 )
             )
         if lone:
             some = ", ".join(sorted(shortened(name, 40) for name in lone)[:8])
-            blocks.append(Paragraph(f"Logged only once in a run, and not drawn: {some}.", "note"))
+            blocks.append(Paragraph(f"Logged only once per run, so not drawn: {some}.", "note"))
         return Section("curves", "Learning curves", blocks)
-    with_loss = [d for d in dossiers if sum(value is not None for value in d.course.loss) > 1]
+    with_loss = [d for d in all_data if sum(value is not None for value in d.timeline.loss) > 1]
     if not with_loss:
         return None
-    made_up = [
+    from_ledgers = [
         Run(
             d.run.path,
             d.run.name,
@@ -133,154 +134,160 @@ def learning_curves(runs: Sequence[Run], dossiers: Sequence[Dossier]) -> Section
             metrics={
                 "training loss": {
                     round(step): loss
-                    for step, loss in zip(d.course.steps, d.course.loss, strict=True)
+                    for step, loss in zip(d.timeline.steps, d.timeline.loss, strict=True)
                     if loss is not None
                 }
             },
         )
         for d in with_loss
     ]
-    choices = figures.curves(made_up, ["training loss"])
+    choices = figures.curves(from_ledgers, ["training loss"])
     return Section(
         "curves",
         "Learning curves",
         [
             Figure("curves", "Training loss over steps", how, choices),
-            Paragraph("No metrics were logged; the losses are those of the ledger.", "note"),
+            Paragraph("No metric was logged over time; these losses are from the ledger.", "note"),
         ],
     )
 
 
-def clipping(dossier: Dossier, title: str) -> Section:
-    """Show norms, bound and weights over time."""
-    course = dossier.course
-    told = (
-        f"{course.recorded:,} steps and {course.microbatches:,} micro-batches of up to "
-        f"{course.largest} examples were recorded, step {course.first:,} to {course.last:,}."
+def clipping(data: RunData, title: str) -> Section:
+    """Show norms, the bound and weights over time."""
+    timeline = data.timeline
+    text = (
+        f"{timeline.recorded:,} steps and {timeline.microbatches:,} micro-batches of up to "
+        f"{timeline.largest} examples were recorded, from step {timeline.first:,} to "
+        f"{timeline.last:,}."
     )
-    if course.not_finite:
-        told += f" {course.not_finite:,} micro-batches had a gradient that was not finite."
-    if dossier.is_plain:
+    if timeline.not_finite:
+        text += f" {timeline.not_finite:,} micro-batches had a gradient that was not finite."
+    if data.is_plain:
         how = (
-            "Half of the gradients have a norm within the dark band, nine in ten in the light one."
+            "The norms of half of the gradients lie in the dark band, those of nine in ten in the "
+            "light one."
         )
-        norms = Figure(f"norms-{dossier.key}", "Norms", how, {"": figures.norms(course)})
-        return Section(f"clipping-{dossier.key}", title, [Paragraph(told), norms])
+        norms = Figure(f"norms-{data.key}", "Norms", how, {"": figures.norms(timeline)})
+        return Section(f"clipping-{data.key}", title, [Paragraph(text), norms])
     blocks: list[Block] = [
-        Paragraph(told),
+        Paragraph(text),
         Figure(
-            f"norms-{dossier.key}",
+            f"norms-{data.key}",
             "Norms and bound",
-            "Half of the micro-batches' gradients have a norm within the dark band, nine in ten "
-            "within the light one. Each is rescaled to the dashed bound: the further a norm lies "
-            "above it, the more its micro-batch is held back.",
-            {"": figures.norms(course)},
+            "The norms of half of the micro-batch gradients lie in the dark band, those of nine in "
+            "ten in the light one. Clipping scales each down to the dashed bound: the further a "
+            "norm lies above it, the more its micro-batch is held back.",
+            {"": figures.norms(timeline)},
         ),
         Figure(
-            f"weights-{dossier.key}",
+            f"weights-{data.key}",
             "Weights",
-            "What was left of the micro-batches' gradients, as bands in the same way: at 1, a "
-            "gradient is as it was; near 0, it hardly counts. A wide band means that clipping "
-            "makes a difference between examples, a narrow one that it treats all alike.",
-            {"": figures.weights(course)},
+            "What clipping left of the micro-batch gradients, in the same bands: at 1, a gradient "
+            "is unchanged; near 0, it hardly counts. A wide band means that clipping treats "
+            "examples differently, a narrow one that it treats them all alike.",
+            {"": figures.weights(timeline)},
         ),
     ]
-    return Section(f"clipping-{dossier.key}", title, blocks)
+    return Section(f"clipping-{data.key}", title, blocks)
 
 
-def suppressed(dossier: Dossier, title: str) -> Section:
-    """Show who is held back: how weights are spread over examples, and over domains."""
+def held_back(data: RunData, title: str) -> Section:
+    """Show what is held back: the weights of examples and of domains."""
     blocks: list[Block] = [
-        Paragraph(warning, "finding") for warning in dict.fromkeys(dossier.warnings)
+        Paragraph(warning, "finding") for warning in dict.fromkeys(data.warnings)
     ]
-    weights = _by_truth(dossier, "mean_weight")
+    weights = _by_truth(data, "mean_weight")
     if weights:
         how = (
-            "Each bar is a number of examples, by the mean weight of the micro-batches that they "
-            "were in. Those far to the left were held back again and again."
+            "How many examples had which mean weight, over the micro-batches they were in. Those "
+            "far to the left were held back again and again."
         )
         if len(weights) > 1:
-            how += " Hatched: examples whose label is known to be wrong."
+            how += " Hatched: examples with a label known to be wrong."
         drawing = figures.histogram(weights, "mean weight of an example")
         blocks.append(
-            Figure(f"spread-{dossier.key}", "Mean weight of examples", how, {"": drawing}, "", 300)
+            Figure(f"spread-{data.key}", "Mean weights of examples", how, {"": drawing}, "", 300)
         )
     else:
-        blocks.append(Paragraph("No example had a finite weight: there is nothing to draw."))
-    blocks += _domain_blocks(dossier)
-    return Section(f"suppressed-{dossier.key}", title, blocks)
+        blocks.append(Paragraph("No example had a finite weight, so there is nothing to draw."))
+    blocks += _domain_blocks(data)
+    return Section(f"held-back-{data.key}", title, blocks)
 
 
-def drag(dossier: Dossier, count: int, room: Room, titles: tuple[str, str]) -> list[Section]:
+def drag(data: RunData, count: int, budget: ByteBudget, titles: tuple[str, str]) -> list[Section]:
     """Show the most suspicious examples, and the table of scores."""
-    tiles, notes = gallery(dossier, count, room)
-    blocks: list[Block] = [Paragraph(text) for text in truth_sentences(dossier, count)]
-    if not dossier.examples.contents:
+    tiles, notes = gallery(data, count, budget)
+    blocks: list[Block] = [Paragraph(text) for text in truth_sentences(data, count)]
+    if not data.examples.contents:
         blocks.append(
             Paragraph(
-                "What the examples look like was not recorded: describe them with "
-                "RunFolder.example(id, image=..., text=..., label=...).",
+                "The content of the examples was not recorded. To see them here, describe them "
+                "with RunFolder.example(id, image=..., text=..., label=...).",
                 "note",
             )
         )
     blocks.append(tiles)
-    blocks += [Paragraph(note, "note") for note in (*notes, *dossier.examples.notes)]
-    shown = Section(f"gallery-section-{dossier.key}", titles[0], blocks)
+    blocks += [Paragraph(note, "note") for note in (*notes, *data.examples.notes)]
+    shown = Section(f"gallery-section-{data.key}", titles[0], blocks)
     listed: list[Block] = []
-    values = _by_truth(dossier, "score")
+    values = _by_truth(data, "score")
     if values:
-        how = "Each bar is a number of examples, by score; the draggers are those to the right."
+        how = "How many examples have which score; the draggers are on the right."
         if len(values) > 1:
-            how += " Hatched: examples whose label is known to be wrong."
+            how += " Hatched: examples with a label known to be wrong."
         drawing = figures.histogram(values, "score")
-        listed.append(Figure(f"scores-drawn-{dossier.key}", "Scores", how, {"": drawing}, "", 300))
-    listed.append(scores(dossier))
-    return [shown, Section(f"scores-section-{dossier.key}", titles[1], listed)]
+        listed.append(Figure(f"scores-drawn-{data.key}", "Scores", how, {"": drawing}, "", 300))
+    listed.append(scores(data))
+    return [shown, Section(f"scores-section-{data.key}", titles[1], listed)]
 
 
-def truth_sentences(dossier: Dossier, count: int) -> list[str]:
-    """Say how many of the examples shown are really wrong, where the truth is known."""
-    known = [wrong for wrong in dossier.wrong[:count] if wrong is not None]
+def truth_sentences(data: RunData, count: int) -> list[str]:
+    """Return how many of the shown examples have a wrong label, where the truth is known."""
+    known = [wrong for wrong in data.wrong[:count] if wrong is not None]
     if not known:
         return []
-    those = "" if len(known) == min(count, len(dossier.wrong)) else " whose truth is known"
+    those = "" if len(known) == min(count, len(data.wrong)) else " and a known truth"
     found = [
         f"Of the {len(known)} examples with the highest scores{those}, {sum(known)} have a wrong "
         "label."
     ]
-    everyone = [wrong for wrong in dossier.wrong if wrong is not None]
-    total = sum(everyone)
-    if len(everyone) == len(dossier.wrong) and 0 < total < len(everyone):
-        among = sum(everyone[:total])
-        found.append(
-            f"The truth is known for all {len(everyone):,} examples: {total:,} labels are wrong, "
-            f"and {among:,} of them are among the {total:,} highest scores "
-            f"({100 * among / total:.0f} %; by chance it would be "
-            f"{100 * total / len(everyone):.0f} %). The scores were made without it."
-        )
-    return found
+    return found + _wrong_labels(data)
 
 
-def _ledger_sentence(dossier: Dossier, several: bool) -> str:
-    course = dossier.course
-    if dossier.is_plain:
-        name = f"{shortened(dossier.run.name)} is plain training" if several else "Plain training"
+def _wrong_labels(data: RunData) -> list[str]:
+    """Return how many wrong labels have the highest scores, if the truth is known for all."""
+    known = [wrong for wrong in data.wrong if wrong is not None]
+    total = sum(known)
+    if len(known) < len(data.wrong) or not 0 < total < len(known):
+        return []
+    among = sum(known[:total])
+    return [
+        f"{total:,} of the {len(known):,} labels are known to be wrong, and {among:,} of these are "
+        f"among the {total:,} highest scores ({100 * among / total:.0f} %; by chance it would be "
+        f"{100 * total / len(known):.0f} %). The scores do not use that knowledge."
+    ]
+
+
+def _ledger_sentence(data: RunData, several: bool) -> str:
+    timeline = data.timeline
+    if data.is_plain:
+        name = f"{shortened(data.run.name)} is plain training" if several else "Plain training"
         return (
-            f"{name}: nothing was clipped in {course.recorded:,} steps. Its losses tell which of "
-            f"{len(dossier.draggers):,} examples it finds hard."
+            f"{name}: nothing was clipped in {timeline.recorded:,} steps. Its losses show which of "
+            f"{len(data.draggers):,} examples are hard."
         )
-    name = f"In {shortened(dossier.run.name)}, clipping" if several else "Clipping"
-    left = "" if course.mean_weight is None else f"left {100 * course.mean_weight:.0f} % of "
+    name = f"In {shortened(data.run.name)}, clipping" if several else "Clipping"
+    left = "" if timeline.mean_weight is None else f"left {100 * timeline.mean_weight:.0f} % of "
     text = (
-        f"{name} {left or 'changed '}the average gradient over {course.recorded:,} steps and "
-        f"{len(dossier.draggers):,} examples."
+        f"{name} {left or 'changed '}the average gradient over {timeline.recorded:,} steps and "
+        f"{len(data.draggers):,} examples."
     )
-    found = dossier.domains.findings if dossier.domains is not None else ()
+    found = data.domains.findings if data.domains is not None else ()
     if found:
         held = ", ".join(shortened(one.domain, 40) for one in found[:3])
-        text += f" It holds whole {dossier.grouped_by}s back: {held}. See who is suppressed."
-    elif dossier.domains is not None:
-        text += f" No {dossier.grouped_by} is held back as a whole."
+        text += f" It holds back whole {data.grouped_by}s: {held}. See “Held back most”."
+    elif data.domains is not None:
+        text += f" No {data.grouped_by} is held back as a whole."
     return text
 
 
@@ -302,8 +309,8 @@ def _comparison_table(comparison: Comparison, key: str) -> Table:
         )
     return Table(
         f"comparison-table-{key}",
-        f"{shortened(metric)}: the last value, with 95 % intervals over seeds",
-        ("setting", "seeds", shortened(metric), "difference to plain"),
+        f"{shortened(metric)}: last values, with 95 % intervals over seeds",
+        ("setting", "seeds", shortened(metric), "difference from plain"),
         rows,
         numeric=(False, True, True, True),
         sortable=True,
@@ -314,14 +321,14 @@ def _comparison_table(comparison: Comparison, key: str) -> Table:
 def _why_no_difference(comparison: Comparison) -> str:
     plain = [setting for setting in comparison.settings if setting.microbatch_size is None]
     if not plain:
-        return "There is no plain training among the runs, so differences to it are not shown."
+        return "There is no plain training among the runs, so there are no differences to show."
     if len(plain) > 1:
         return (
-            "Plain training was run with several settings; which of them to compare with cannot "
-            "be told, so differences to it are not shown."
+            "Plain training was run with several settings. It is unclear which of them to compare "
+            "with, so differences are not shown."
         )
     return (
-        "Differences to plain training are not shown: they are taken seed by seed, and no other "
+        "Differences from plain training are not shown: they are paired by seed, and no other "
         "setting has a seed in common with it."
     )
 
@@ -344,7 +351,7 @@ def _facts_of(run: Run) -> dict[str, str]:
 def _differences(
     runs: Sequence[Run], facts: Sequence[dict[str, str]], names: Sequence[str]
 ) -> Table:
-    """Return a row for each setting; runs that differ in nothing but the seed share one."""
+    """Return a row for each setting; runs that differ only in the seed share one."""
     columns = [name for name in names if name != "seed"][:12]
     alike: dict[tuple[str, ...], list[Run]] = {}
     for run, fact in zip(runs, facts, strict=True):
@@ -366,20 +373,20 @@ def _differences(
         )
     return Table(
         "differences",
-        "What differs between the runs (marked: other than in the first line)",
+        "What differs between the runs (marked: different from the first row)",
         ("run", *(shortened(name) for name in columns), "seeds"),
         rows,
         sortable=True,
     )
 
 
-def _domain_blocks(dossier: Dossier) -> list[Block]:
-    report, kind = dossier.domains, dossier.grouped_by
+def _domain_blocks(data: RunData) -> list[Block]:
+    report, kind = data.domains, data.grouped_by
     if report is None:
         return [
             Paragraph(
-                "Nothing is known of domains: give domains= to the Clipper, or describe the "
-                "examples with a domain, to see whether a whole domain is held back.",
+                "No domains were recorded. To see whether a whole domain is held back, pass "
+                "domains= to the Clipper, or describe the examples with a domain.",
                 "note",
             )
         ]
@@ -389,36 +396,34 @@ def _domain_blocks(dossier: Dossier) -> list[Block]:
     if not report.findings:
         blocks.append(Paragraph(f"None of the {len(rows)} {kind}s is held back as a whole."))
     if kind == "label":
-        blocks.append(
-            Paragraph("No domains were recorded; labels, as given, stand for them here.", "note")
-        )
+        blocks.append(Paragraph("No domains were recorded; labels stand in for them here.", "note"))
     if any(row["ratio"] is not None for row in rows):
         over_time = figures.domains_over_time(report.over_time.to_pylist(), shown)
         blocks += [
             Figure(
-                f"domains-{dossier.key}",
+                f"domains-{data.key}",
                 f"{kind.capitalize()}s",
-                f"Each dot is a {kind}'s share of the weight over its share of the examples, with "
-                "its 95 % interval. At 1 it counts as much as it has examples; one that stays "
-                "below 0.8 with its whole interval is held back systematically.",
+                f"Each dot is the share of the weight that a {kind} has, divided by its share of "
+                "the examples, with a 95 % interval. At 1, its weight matches its number of "
+                "examples; if the whole interval lies below 0.8, it is held back systematically.",
                 {"": figures.domain_ratios(rows[:25])},
                 "",
                 min(120 + 26 * min(len(rows), 25), 700),
             ),
             Figure(
-                f"domains-time-{dossier.key}",
+                f"domains-time-{data.key}",
                 f"{kind.capitalize()}s over time",
-                f"The same ratio for each tenth of training: a line below 1 is a {kind} that was "
-                "held back then."
-                + (" The ten with the lowest ratio are drawn." if len(rows) > 10 else ""),
+                f"The same ratio for each tenth of training: where a line is below 1, that {kind} "
+                "was held back."
+                + (" Only the ten with the lowest ratio are drawn." if len(rows) > 10 else ""),
                 {"": over_time},
             ),
         ]
-    blocks.append(_domain_table(dossier, rows))
+    blocks.append(_domain_table(data, rows))
     return blocks
 
 
-def _domain_table(dossier: Dossier, rows: Sequence[dict[str, float | str | None]]) -> Table:
+def _domain_table(data: RunData, rows: Sequence[dict[str, float | str | None]]) -> Table:
     def percent(value: object) -> Cell:
         return Cell(f"{100 * value:.1f}", value) if isinstance(value, float) else Cell("")
 
@@ -426,9 +431,9 @@ def _domain_table(dossier: Dossier, rows: Sequence[dict[str, float | str | None]
         return Cell(number(value), value) if isinstance(value, float) else Cell("")
 
     return Table(
-        f"domain-table-{dossier.key}",
-        f"{dossier.grouped_by.capitalize()}s, the one most held back first",
-        (dossier.grouped_by, "% of examples", "% of weight", "ratio", "from", "to", "suppression"),
+        f"domain-table-{data.key}",
+        f"{data.grouped_by.capitalize()}s, the one held back most first",
+        (data.grouped_by, "% of examples", "% of weight", "ratio", "from", "to", "suppression"),
         [
             [
                 Cell(shortened(str(row["domain"]))),
@@ -444,13 +449,13 @@ def _domain_table(dossier: Dossier, rows: Sequence[dict[str, float | str | None]
     )
 
 
-def _by_truth(dossier: Dossier, name: str) -> dict[str, list[float]]:
-    """Return a column's values; with those of wrong labels by themselves, if some are known."""
-    pairs = list(zip(dossier.column(name), dossier.wrong, strict=True))
+def _by_truth(data: RunData, name: str) -> dict[str, list[float]]:
+    """Return the values of a column, separately for wrong labels if any are known."""
+    pairs = list(zip(data.column(name), data.wrong, strict=True))
     known = [(value, bool(wrong)) for value, wrong in pairs if value is not None]
     if any(wrong for _, wrong in known):
         return {
-            "label right, or not known" if None in dossier.wrong else "label right": [
+            "label correct or unknown" if None in data.wrong else "label correct": [
                 value for value, wrong in known if not wrong
             ],
             "label wrong": [value for value, wrong in known if wrong],
@@ -471,7 +476,7 @@ def _sort(value: str) -> float | str:
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    """Return whole numbers, neighbours as a range: 0 to 3, 7."""
+    """Return integers as text, consecutive ones as a range: 0 to 3, 7."""
     pieces: list[list[int]] = []
     for one in numbers:
         if pieces and pieces[-1][-1] == one - 1:

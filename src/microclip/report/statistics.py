@@ -1,4 +1,4 @@
-"""Means with their intervals over seeds: 95 % t-intervals, without a statistics library."""
+"""Means over seeds with 95 % t-intervals, without a statistics library."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CONFIDENCE = 0.95
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean; with two values or more, also its interval."""
+    """A mean; with two or more values, also its interval."""
 
     mean: float
     low: float | None
@@ -37,7 +37,7 @@ def estimate(values: Sequence[float]) -> Estimate:
 
 @functools.cache
 def t_quantile(freedom: int) -> float:
-    """Return how many standard errors a 95 % interval reaches to either side.
+    """Return how many standard errors a 95 % interval extends to either side.
 
     >>> [round(t_quantile(freedom), 4) for freedom in (1, 2, 7, 30)]
     [12.7062, 4.3027, 2.3646, 2.0423]
@@ -50,7 +50,7 @@ def t_quantile(freedom: int) -> float:
 
 
 def _within(t: float, freedom: int) -> float:
-    """Return the probability of -t to t: Student's own series, finite for whole numbers."""
+    """Return P(-t < T < t) by Student's series, which is finite for integer degrees of freedom."""
     angle = math.atan(t / math.sqrt(freedom))
     sine, cosine = math.sin(angle), math.cos(angle)
     odd = freedom % 2

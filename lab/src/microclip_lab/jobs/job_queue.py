@@ -1,37 +1,91 @@
-"""The register of a plan: which jobs are done, by whom, and which are free to be taken.
+"""The job queue that workers share: which jobs are done, running or free.
 
-Every job is a trial of an Optuna study; what it is about is not known here. Who takes one changes
-its state from waiting to running, which only one can do. Of several trials of one job the first
-that has not failed counts, so it does no harm if two workers write the same job down at once. A
-trial whose worker has gone fails, and its job is free again: at once, if the worker was on this
-machine; else after some silence.
+Every job is a trial of an Optuna study. A worker claims a job by changing its state from waiting to
+running, which only one worker can do. Of several trials of one job, the first that has not failed
+counts, so it does no harm if two workers add the same job at once. If a worker dies, its trial
+fails and the job is free again: at once if it was on this machine, otherwise after a timeout. What
+a job is about is not known here.
 """
 
 from __future__ import annotations
 
 import math
+import os
+import platform
 import threading
 import warnings
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
 
 import optuna
+import psutil  # type: ignore[import-untyped]
 from optuna.distributions import BaseDistribution, FloatDistribution, IntDistribution
 from optuna.exceptions import ExperimentalWarning, UpdateFinishedTrialError
 from optuna.storages import RDBStorage
 from optuna.trial import FrozenTrial, TrialState
 
-from microclip_lab.jobs.job import Result
+from microclip_lab.jobs.plan import QueueItem, QueueState, Result
 from microclip_lab.jobs.storage import BEAT
-from microclip_lab.jobs.worker_id import Workplace
 
-# for whoever looks at the study with Optuna's own tools; 0 stands for plain training
+
+@dataclass(frozen=True)
+class WorkerId:
+    """A process, identified by machine, process id and start time, since ids are reused."""
+
+    machine: str
+    process: int
+    began: float
+
+    @classmethod
+    def here(cls) -> WorkerId:
+        """Return the id of this process."""
+        return cls(_machine(), os.getpid(), psutil.Process().create_time())
+
+    @classmethod
+    def from_json(cls, said: Mapping[str, Any]) -> WorkerId:
+        """Return the id that `to_json` wrote."""
+        return cls(**said)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what `from_json` reads."""
+        return asdict(self)
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether its process has certainly ended; unknown for other machines."""
+        if self.machine != _machine():
+            return False
+        try:
+            process = psutil.Process(self.process)
+            ended: bool = process.status() == psutil.STATUS_ZOMBIE
+            return ended or abs(float(process.create_time()) - self.began) > 1
+        except psutil.NoSuchProcess:
+            return True
+        except psutil.AccessDenied:  # pragma: no cover (another user's process, so it exists)
+            return False
+
+
+def _machine() -> str:
+    """Return an id of this machine, boot and container."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    inside = Path("/proc/self/ns/pid")
+    return " ".join(
+        (
+            platform.node(),
+            boot.read_text().strip() if boot.exists() else f"{psutil.boot_time():.0f}",
+            os.readlink(inside) if inside.exists() else "",
+        )
+    ).strip()
+
+
+# for Optuna's own tools; 0 stands for plain training
 PARAMETERS: dict[str, BaseDistribution] = {
     "microbatch_size": IntDistribution(0, 2**31),
     "learning_rate": FloatDistribution(1e-300, 1e300, log=True),
-    "value": FloatDistribution(1e-300, 1e300, log=True),  # of whatever a job's arm is tuned by
+    "value": FloatDistribution(1e-300, 1e300, log=True),  # of what a job's arm tunes
     "seed": IntDistribution(0, 2**53),
 }
 JOB, WORKER = "job", "worker"
@@ -39,55 +93,31 @@ DONE = (TrialState.COMPLETE, TrialState.PRUNED)
 FOLDER, METRICS, REASON, ERROR = "folder", "metrics", "reason", "error"
 
 
-class Listed(Hashable, Protocol):
-    """What can be written into a register; two that are equal are the same job."""
-
-    @property
-    def parameters(self) -> Mapping[str, int | float]:
-        """The numbers of it, by the names of `PARAMETERS`."""
-
-    @property
-    def labels(self) -> Mapping[str, str]:
-        """What else there is to say of it."""
-
-    def to_json(self) -> dict[str, Any]:
-        """Return what it can be read back from."""
-
-
-J = TypeVar("J", bound=Listed)
+J = TypeVar("J", bound=QueueItem)
 R = TypeVar("R")
 
 
-class GoneError(RuntimeError):
-    """A job was given to another worker, since nothing had been heard of this one."""
-
-
-@dataclass(frozen=True)
-class Standing(Generic[J, R]):
-    """How the jobs of a study are at some moment."""
-
-    finished: Mapping[J, R]  # with what came of them
-    under_way: Mapping[J, int]  # what somebody does right now, with the last step known
-    broken: Mapping[J, str]  # what ended in an error since this worker began, and what it said
+class LostClaimError(RuntimeError):
+    """The job was given to another worker, because this one seemed dead."""
 
 
 @dataclass(frozen=True)
 class Claim(Generic[J]):
-    """A job that is this worker's own, until it says how it ended."""
+    """A job that this worker has claimed, until it reports how it ended."""
 
     trial_id: int
     job: J
 
 
-class Register(Generic[J]):
+class JobQueue(Generic[J]):
     """The jobs of a study, as one worker sees them.
 
     Args:
-        study: What they are trials of.
-        storage: Where that is kept.
-        read: Gives a job back from what its `to_json` returned.
-        is_kept: Says of a finished job whether what came of it is still there; where results are
-            kept elsewhere, they may be lost, and the job is then free again.
+        study: The Optuna study whose trials are the jobs.
+        storage: Its storage.
+        read: Restores a job from what its `to_json` returned.
+        is_kept: Whether the result of a finished job still exists; if results are stored elsewhere
+            and were lost, the job is free again.
     """
 
     def __init__(
@@ -99,13 +129,13 @@ class Register(Generic[J]):
     ) -> None:
         self.study, self.storage = study, storage
         self._read, self._is_kept = read, is_kept
-        self.here = Workplace.here()
+        self.here = WorkerId.here()
         self._study_id = storage.get_study_id_from_name(study.study_name)
-        # what failed before this worker came is tried again; what fails meanwhile is not
+        # jobs that failed before this worker started are tried again; later failures are not
         self._news_from = len(self._trials())
 
-    def standing(self) -> Standing[J, Result]:
-        """Return how things are."""
+    def state(self) -> QueueState[J, Result]:
+        """Return the current state of all jobs."""
         trials = self._trials()
         first = self._first(trials)
         finished: dict[J, Result] = {}
@@ -118,9 +148,9 @@ class Register(Generic[J]):
                     curve=dict(sorted(trial.intermediate_values.items())),
                     hopeless=said[REASON] if trial.state == TrialState.PRUNED else None,
                 )
-        return Standing(
+        return QueueState(
             finished=finished,
-            under_way={
+            running={
                 job: trial.last_step or 0
                 for job, trial in first.items()
                 if trial.state == TrialState.RUNNING
@@ -135,30 +165,30 @@ class Register(Generic[J]):
         )
 
     def release_abandoned(self) -> None:
-        """Free the jobs whose workers have gone."""
+        """Free the jobs of dead workers."""
         for trial in self._trials(TrialState.RUNNING):
             said = trial.user_attrs.get(WORKER)
-            if said is not None and Workplace.from_json(said).is_gone:
-                self._fail(self._id(trial), REASON, "its worker has gone")
+            if said is not None and WorkerId.from_json(said).is_gone:
+                self._fail(self._id(trial), REASON, "its worker is gone")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ExperimentalWarning)
             optuna.storages.fail_stale_trials(self.study)
 
     def claim(self, jobs: Sequence[J]) -> Claim[J] | None:
-        """Take the first of these jobs that nobody has; None: others are at work on all of them."""
+        """Claim the first free one of these jobs; None if other workers have all of them."""
         first = self._first(self._trials())
         for job in jobs:
             if job not in first:
                 self._write_down(job)
                 first = self._first(self._trials())
-            trial = first.get(job)  # somebody may have crossed it out at once
+            trial = first.get(job)  # it may have been cancelled meanwhile
             if trial is not None and trial.state == TrialState.WAITING and self._take(trial):
                 return Claim(self._id(trial), job)
         return None
 
     @contextmanager
-    def beating(self, claim: Claim[J]) -> Iterator[None]:
-        """Give signs of life while the block runs."""
+    def heartbeat(self, claim: Claim[J]) -> Iterator[None]:
+        """Send heartbeats while the block runs."""
         over = threading.Event()
 
         def beat() -> None:
@@ -174,14 +204,14 @@ class Register(Generic[J]):
             thread.join()
 
     def note(self, claim: Claim[J], step: int, value: float) -> None:
-        """Note the validation figure after a step."""
+        """Record the validation figure after a step."""
         try:
             self.storage.set_trial_intermediate_value(claim.trial_id, step, value)
         except UpdateFinishedTrialError as error:
-            raise GoneError(f"{claim.job} was given to another worker.") from error
+            raise LostClaimError(f"{claim.job} was given to another worker.") from error
 
     def complete(self, claim: Claim[J], result: Result, value: float) -> None:
-        """Keep what came of a job: for good, unless it was given to another worker meanwhile."""
+        """Record the result of a job, unless it was given to another worker meanwhile."""
         state = TrialState.COMPLETE if result.hopeless is None else TrialState.PRUNED
         try:
             for step, figure in result.curve.items():
@@ -191,21 +221,21 @@ class Register(Generic[J]):
             if result.hopeless is not None:
                 self.storage.set_trial_user_attr(claim.trial_id, REASON, result.hopeless)
             worst = math.inf if self.study.direction.name == "MINIMIZE" else -math.inf
-            values = [worst if math.isnan(value) else value]  # Optuna takes no NaN
+            values = [worst if math.isnan(value) else value]  # Optuna accepts no NaN
             self.storage.set_trial_state_values(claim.trial_id, state, values)
         except UpdateFinishedTrialError as error:
-            raise GoneError(f"{claim.job} was given to another worker.") from error
+            raise LostClaimError(f"{claim.job} was given to another worker.") from error
 
-    def give_back(self, claim: Claim[J], reason: str) -> None:
-        """Free a job that could not be finished now."""
+    def release(self, claim: Claim[J], reason: str) -> None:
+        """Free a job that was interrupted."""
         self._fail(claim.trial_id, REASON, reason)
 
-    def give_up(self, claim: Claim[J], error: str) -> None:
-        """Say that a job ended in an error."""
+    def fail(self, claim: Claim[J], error: str) -> None:
+        """Record that a job ended in an error."""
         self._fail(claim.trial_id, ERROR, error)
 
     def close(self) -> None:
-        """Cross out what was written down and is not needed any more."""
+        """Cancel waiting jobs that are no longer needed."""
         for trial in self._trials(TrialState.WAITING):
             self._fail(self._id(trial), REASON, "it is not needed")
 
@@ -224,7 +254,7 @@ class Register(Generic[J]):
 
     def _take(self, trial: FrozenTrial) -> bool:
         trial_id = self._id(trial)
-        # first a sign of life: of a trial without any, silence would never be noticed
+        # heartbeat first: a trial without any would never time out
         self.storage.record_heartbeat(trial_id)
         try:
             if not self.storage.set_trial_state_values(trial_id, TrialState.RUNNING):
@@ -239,13 +269,13 @@ class Register(Generic[J]):
             self.storage.set_trial_user_attr(trial_id, key, said)
             self.storage.set_trial_state_values(trial_id, TrialState.FAIL)
         except UpdateFinishedTrialError:
-            pass  # somebody else said so first
+            pass  # another worker was first
 
     def _id(self, trial: FrozenTrial) -> int:
         return self.storage.get_trial_id_from_study_id_trial_number(self._study_id, trial.number)
 
     def _first(self, trials: Sequence[FrozenTrial]) -> dict[J, FrozenTrial]:
-        """Return for each job the trial that counts, of all in the order of their numbers."""
+        """Return the trial that counts for each job; `trials` are in the order of their numbers."""
         found: dict[J, FrozenTrial] = {}
         for trial in trials:
             if trial.state == TrialState.FAIL:

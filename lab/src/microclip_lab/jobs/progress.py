@@ -1,4 +1,4 @@
-"""How far a plan of many runs is: a bar in a terminal, a line now and then in a log."""
+"""Progress of many runs: a bar in a terminal, an occasional line in a log."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-LONG = 600.0  # seconds without a line
+LONG = 600.0  # seconds without a line of output
 
 
 @dataclass(frozen=True)
 class Status:
-    """How much is done, in runs and in work; runs differ much in how long they take."""
+    """How much is done, in runs and in work, since runs take very different times."""
 
     runs_done: int
     runs: int
@@ -25,7 +25,7 @@ class Status:
 
     @property
     def share(self) -> float:
-        """The share of the work that is done."""
+        """The finished share of the work."""
         return self.work_done / self.work
 
     def __str__(self) -> str:
@@ -33,10 +33,10 @@ class Status:
 
 
 class Forecast:
-    """Says how long it will still take, from the speed since the first status.
+    """Estimates the time left from the speed since the first status.
 
-    What an earlier process did says nothing of the speed of this one; and runs end seldom and
-    together, so that only the speed over the whole time is a steady one.
+    Work done by an earlier process says nothing about the speed of this one. Runs end rarely and in
+    groups, so only the average over the whole time is stable.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -44,7 +44,7 @@ class Forecast:
         self.first: tuple[float, Status] | None = None
 
     def __call__(self, status: Status) -> str:
-        """Return the time left in words, or nothing if there is nothing to say."""
+        """Return the time left in words, or "" if it is unknown."""
         if self.first is None:
             self.first = self.clock(), status
         began, start = self.first
@@ -57,7 +57,7 @@ class Forecast:
 
 @contextlib.contextmanager
 def progress(console: Console) -> Iterator[Callable[[Status], None]]:
-    """Give a function that shows a status."""
+    """Yield a function that shows a status."""
     if not console.is_terminal:
         yield Lines(console, Forecast()).show
         return
@@ -72,7 +72,7 @@ def progress(console: Console) -> Iterator[Callable[[Status], None]]:
 
 
 class Bar:
-    """A bar that moves."""
+    """A progress bar."""
 
     def __init__(self, bar: Progress, forecast: Forecast) -> None:
         self.bar = bar
@@ -99,7 +99,7 @@ class Lines:
         self.last = -math.inf  # when the last line was printed
 
     def show(self, status: Status) -> None:
-        """Print a line if another tenth is done, or if nothing was said for long."""
+        """Print a line if another tenth is done, or after a long silence."""
         left = self.forecast(status)
         tenths, now = int(10 * status.share), self.forecast.clock()
         if tenths > self.tenths or now - self.last > LONG:

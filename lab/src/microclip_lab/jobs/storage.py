@@ -1,4 +1,4 @@
-"""The storage that workers share, by its URL: an SQLite file, or a server for many machines."""
+"""The storage that workers share: an SQLite file, or a database server for several machines."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from optuna.exceptions import ExperimentalWarning, StorageInternalError
 from optuna.storages import RDBStorage
 from sqlalchemy.exc import ArgumentError, NoSuchModuleError, SQLAlchemyError
 
-BEAT = 20  # seconds between two signs of life of a training
-GRACE = 120  # seconds without one until it is taken for dead
-PATIENCE = 60  # seconds that one waits for another to have written
-ATTEMPTS = 5  # to open: of several that create the tables at once, one succeeds at first
+BEAT = 20  # seconds between two heartbeats of a run
+GRACE = 120  # seconds without a heartbeat until it counts as dead
+PATIENCE = 60  # seconds to wait for another writer
+ATTEMPTS = 5  # to open it: if several processes create the tables at once, only one succeeds
 
 
 class StorageError(OSError):
@@ -23,7 +23,7 @@ class StorageError(OSError):
 
 
 def open_storage(url: str) -> RDBStorage:
-    """Open a storage, or create it."""
+    """Open or create a storage."""
     is_sqlite = url.startswith("sqlite")
     options: dict[str, Any] = {"connect_args": {"timeout": PATIENCE}} if is_sqlite else {}
     for attempt in range(1, ATTEMPTS + 1):
@@ -50,10 +50,10 @@ def open_storage(url: str) -> RDBStorage:
 
 
 def _begin_by_locking(engine: sqlalchemy.Engine) -> None:
-    """Let every transaction on SQLite hold the file alone from its beginning.
+    """Make every SQLite transaction lock the file from its start.
 
-    Optuna claims a trial by reading its state and then writing it, and locks the row in between:
-    which SQLite cannot do. Two workers would read "waiting" and both get the trial.
+    Optuna claims a trial by reading its state and then writing it, with a row lock in between, and
+    SQLite has no row locks. Two workers could both read "waiting" and get the same trial.
     """
 
     def leave_transactions_to_us(connection: Any, record: Any) -> None:
@@ -68,16 +68,16 @@ def _begin_by_locking(engine: sqlalchemy.Engine) -> None:
 
 
 def open_study(storage: RDBStorage, name: str, *, lower_is_better: bool) -> optuna.Study:
-    """Open the study of this name, or create it."""
+    """Open or create the study of this name."""
     verbosity = optuna.logging.get_verbosity()
-    optuna.logging.set_verbosity(optuna.logging.WARNING)  # that it was created is no news
+    optuna.logging.set_verbosity(optuna.logging.WARNING)  # no message about creating it
     try:
         return optuna.create_study(
             storage=storage,
             study_name=name,
             direction="minimize" if lower_is_better else "maximize",
             load_if_exists=True,
-            sampler=optuna.samplers.RandomSampler(),  # never asked: what is tried is planned
+            sampler=optuna.samplers.RandomSampler(),  # never used: the plan decides what to try
         )
     finally:
         optuna.logging.set_verbosity(verbosity)

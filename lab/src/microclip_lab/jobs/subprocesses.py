@@ -1,7 +1,7 @@
-"""Several workers on this machine: the same command, started again as often as asked for.
+"""Worker processes on this machine: the same command, started several times.
 
-Each process hears from its environment that it is one of them. When the first process is gone,
-however it ended, they end as well, with a checkpoint.
+An environment variable tells each process that it is a worker. When the parent process ends, for
+whatever reason, the workers write a checkpoint and exit.
 """
 
 from __future__ import annotations
@@ -18,79 +18,79 @@ from pathlib import Path
 from microclip_lab.training.config import SettingError
 
 IS_WORKER = "MICROCLIP_SWEEP_WORKER"
-FAREWELL = 60  # seconds that a worker has to write its checkpoint
-TAIL = 2000  # characters of a log that are shown
+STOP_TIMEOUT = 60  # seconds for a worker to write its checkpoint
+TAIL = 2000  # characters of a log to show
 
 
 @dataclass(frozen=True)
-class Hand:
-    """A process that works for this one."""
+class WorkerProcess:
+    """A worker process and its log."""
 
     process: subprocess.Popen[bytes]
     log: Path
 
     @property
-    def works(self) -> bool:
-        """Whether it is still there."""
+    def is_running(self) -> bool:
+        """Whether it has not ended."""
         return self.process.poll() is None
 
     @property
-    def complaint(self) -> str | None:
-        """What it said before it ended badly, if it did."""
-        if self.works or self.process.returncode == 0:
+    def failure(self) -> str | None:
+        """The end of its log, if it failed."""
+        if self.is_running or self.process.returncode == 0:
             return None
         said = self.log.read_text(encoding="utf-8", errors="replace").strip()[-TAIL:]
-        return f"{self.log} (exit code {self.process.returncode}): {said or 'nothing was said'}"
+        return f"{self.log} (exit code {self.process.returncode}): {said or 'no output'}"
 
 
 @contextmanager
-def fleet(
-    again: Sequence[str], count: int, logs: Path, threads: int | None = None
-) -> Iterator[list[Hand]]:
-    """Start so many workers; when the block is left, none of them is.
+def start_workers(
+    command: Sequence[str], count: int, logs: Path, threads: int | None = None
+) -> Iterator[list[WorkerProcess]]:
+    """Start workers, and stop them at the end of the block.
 
     Args:
-        again: The command that starts one.
-        count: How many.
-        logs: A folder for what they say.
-        threads: That each may use; unless given, what the environment says, or its share of cores.
+        command: The command that starts a worker.
+        count: How many workers.
+        logs: A folder for their output.
+        threads: Threads for each; default: OMP_NUM_THREADS, or its share of the cores.
     """
-    if not again:
+    if not command:
         raise SettingError(
-            f"{count} workers are asked for, but not by which command they are started: give "
-            "`again`, or ask for one worker."
+            f"{count} workers were requested, but no command to start them: pass `command`, or "
+            "use one worker."
         )
     logs.mkdir(parents=True, exist_ok=True)
-    hands: list[Hand] = []
+    processes: list[WorkerProcess] = []
     try:
         for number in range(count):
             log = logs / f"worker-{number + 1}.log"
             with log.open("wb") as file:
                 process = subprocess.Popen(
-                    again,
-                    stdin=subprocess.PIPE,  # it ends with this process: see leave_with_parent
+                    command,
+                    stdin=subprocess.PIPE,  # closed when this process ends: see exit_with_parent
                     stdout=file,
                     stderr=subprocess.STDOUT,
                     env=_environment(number, count, threads),
-                    # Ctrl-C comes to this process alone, which then tells the others
+                    # only this process gets Ctrl-C, and stops the others
                     start_new_session=True,
                 )
-            hands.append(Hand(process, log))
-        yield hands
+            processes.append(WorkerProcess(process, log))
+        yield processes
     finally:
-        _dismiss(hands)
+        _stop(processes)
 
 
 def is_worker() -> bool:
-    """Say whether this process was started by `fleet`."""
+    """Return whether this process was started by `start_workers`."""
     return os.environ.get(IS_WORKER) == "1"
 
 
-def leave_with_parent() -> None:
-    """End this process as SIGTERM would when the one that started it is gone."""
+def exit_with_parent() -> None:
+    """Send SIGTERM to this process when its parent ends."""
 
     def listen() -> None:
-        # not through sys.stdin: its lock, held by a thread, would abort a process that ends
+        # not sys.stdin: a thread that holds its lock would abort the exiting process
         while os.read(0, 1):
             pass
         os.kill(os.getpid(), signal.SIGTERM)
@@ -119,21 +119,21 @@ def _accelerators() -> list[str]:
 
 
 def cores() -> int:
-    """Return how many cores this process may use."""
+    """Return the number of cores this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1  # pragma: no cover (macOS and Windows)
 
 
-def _dismiss(hands: Sequence[Hand]) -> None:
-    for hand in hands:
-        if hand.works:
-            hand.process.terminate()
-    for hand in hands:
+def _stop(processes: Sequence[WorkerProcess]) -> None:
+    for worker in processes:
+        if worker.is_running:
+            worker.process.terminate()
+    for worker in processes:
         try:
-            hand.process.wait(FAREWELL)
+            worker.process.wait(STOP_TIMEOUT)
         except subprocess.TimeoutExpired:
-            hand.process.kill()
-            hand.process.wait()
-        if hand.process.stdin is not None:
-            hand.process.stdin.close()
+            worker.process.kill()
+            worker.process.wait()
+        if worker.process.stdin is not None:
+            worker.process.stdin.close()

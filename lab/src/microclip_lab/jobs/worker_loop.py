@@ -1,7 +1,7 @@
-"""Working off a plan together: the loop of each worker, and of the process that waits for them.
+"""The loop of each worker, and of the process that supervises workers.
 
-What to do next is asked of the plan whenever a job ends, so going on after an interruption, or
-joining others, is the same as beginning. What a job is, and how it is done, is others' business.
+The plan says what comes next whenever a job ends, so resuming after an interruption, or joining
+other workers, is the same as starting. What a job is and how it is run is defined elsewhere.
 """
 
 from __future__ import annotations
@@ -12,87 +12,86 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from microclip_lab.jobs.job import Result
-from microclip_lab.jobs.job_queue import Claim, GoneError, Listed, Register, Standing
-from microclip_lab.jobs.plan import Plan, status
+from microclip_lab.jobs.job_queue import Claim, JobQueue, LostClaimError
+from microclip_lab.jobs.plan import Plan, QueueItem, QueueState, Result, status
 from microclip_lab.jobs.progress import Status
 from microclip_lab.jobs.storage import GRACE
-from microclip_lab.jobs.subprocesses import fleet
+from microclip_lab.jobs.subprocesses import start_workers
 
 logger = logging.getLogger(__name__)
 
-POLL = 1.0  # seconds between two looks at what others do
+POLL = 1.0  # seconds between two checks of the queue
 
-J = TypeVar("J", bound=Listed)
+J = TypeVar("J", bound=QueueItem)
 R = TypeVar("R")
 T = TypeVar("T")
-Look = Callable[[], Standing[J, R]]
-Do = Callable[[Claim[J], Standing[J, R]], tuple[Result, float]]
+Look = Callable[[], QueueState[J, R]]
+Do = Callable[[Claim[J], QueueState[J, R]], tuple[Result, float]]
 Report = Callable[[Status], None]
 
 
 class StoppedError(KeyboardInterrupt):
-    """The work was asked to stop, and did so with its trainings safe."""
+    """The work was interrupted, with checkpoints of all running jobs."""
 
     def __init__(self, exit_code: int) -> None:
         super().__init__(
-            "Interrupted. What was finished is kept, and what was begun has a checkpoint: the same "
-            "command goes on from there."
+            "Interrupted. Finished runs are kept, and unfinished ones have a checkpoint: run the "
+            "same command again to continue."
         )
         self.exit_code = exit_code
 
 
 class TrialError(OSError):
-    """Trainings ended in errors, so that not all can be done."""
+    """Some runs failed, so the plan cannot be completed."""
 
 
 def work(
-    plan: Plan[J, R], register: Register[J], look: Look[J, R], do: Do[J, R], report: Report
+    plan: Plan[J, R], queue: JobQueue[J], look: Look[J, R], do: Do[J, R], report: Report
 ) -> None:
-    """Do what is to be done, together with others, until all of it is done.
+    """Run jobs, together with other workers, until the plan is complete.
 
     Args:
-        plan: What is to be done.
-        register: Who does it.
-        look: Says how things are.
-        do: Does a job; returns what came of it, and the figure that it is known by.
-        report: Hears how far all is.
+        plan: What to do.
+        queue: The shared job queue.
+        look: Returns the state of all jobs.
+        do: Runs a job; returns its result, and the figure to record for its trial.
+        report: Called with the progress.
     """
     while True:
-        register.release_abandoned()
-        standing = look()
-        report(status(plan, standing))
-        missing = plan.missing(standing.finished)
-        possible = [job for job in missing if job not in standing.broken]
+        queue.release_abandoned()
+        state = look()
+        report(status(plan, state))
+        missing = plan.missing(state.finished)
+        possible = [job for job in missing if job not in state.broken]
         if not missing:
             return
         if not possible:
-            raise TrialError(_what_broke(standing.broken))
-        claim = register.claim(possible)
+            raise TrialError(_what_broke(state.broken))
+        claim = queue.claim(possible)
         if claim is None:
             time.sleep(POLL)
         else:
-            _do(register, claim, standing, do)
+            _do(queue, claim, state, do)
 
 
-def _do(register: Register[J], claim: Claim[J], standing: Standing[J, R], do: Do[J, R]) -> None:
-    """Do a job; whatever happens, the register hears of it."""
+def _do(queue: JobQueue[J], claim: Claim[J], state: QueueState[J, R], do: Do[J, R]) -> None:
+    """Run a job, and tell the queue how it ended."""
     try:
-        with register.beating(claim):
-            result, value = do(claim, standing)
-        register.complete(claim, result, value)
-    except GoneError:
-        pass  # whoever has it now will finish it
+        with queue.heartbeat(claim):
+            result, value = do(claim, state)
+        queue.complete(claim, result, value)
+    except LostClaimError:
+        pass  # the worker that has it now will finish it
     except KeyboardInterrupt as error:
-        register.give_back(claim, "it was interrupted")
+        queue.release(claim, "it was interrupted")
         raise StoppedError(getattr(error, "exit_code", 130)) from error
     except Exception as error:
-        logger.exception("The %s ended in an error.", claim.job)
-        register.give_up(claim, f"{type(error).__name__}: {error}")
+        logger.exception("%s failed.", claim.job)
+        queue.fail(claim, f"{type(error).__name__}: {error}")
 
 
-def alone(train: Callable[[], T]) -> T:
-    """Train; if somebody holds the folder who was given up too early, wait for a while."""
+def wait_for_lock(train: Callable[[], T]) -> T:
+    """Train; if a worker that seemed dead still locks the folder, wait for a while."""
     end = time.monotonic() + GRACE
     while True:
         try:
@@ -103,49 +102,49 @@ def alone(train: Callable[[], T]) -> T:
             time.sleep(POLL)
 
 
-def oversee(
+def supervise(
     plan: Plan[J, R],
     look: Look[J, R],
     report: Report,
-    again: Sequence[str],
+    command: Sequence[str],
     workers: int,
     logs: Path,
     *,
     threads: int | None = None,
     report_every: float = POLL,
 ) -> None:
-    """Let others work and say how far they are.
+    """Start workers and report their progress until they end.
 
     Args:
-        plan: What is to be done.
-        look: Says how things are.
-        report: Hears how far all is.
-        again: The command that starts a worker.
-        workers: How many of them.
-        logs: A folder for what they say.
-        threads: That each may use; its share of the cores unless given.
+        plan: What to do.
+        look: Returns the state of all jobs.
+        report: Called with the progress.
+        command: The command that starts a worker.
+        workers: How many workers.
+        logs: A folder for their output.
+        threads: Threads for each; default: its share of the cores.
         report_every: Seconds between two reports.
     """
-    with fleet(again, workers, logs, threads) as hands:
+    with start_workers(command, workers, logs, threads) as processes:
         due = 0.0
-        while any(hand.works for hand in hands):
+        while any(worker.is_running for worker in processes):
             if time.monotonic() >= due:
                 report(status(plan, look()))
                 due = time.monotonic() + report_every
             time.sleep(POLL)
-        complaints = [hand.complaint for hand in hands if hand.complaint is not None]
+        failures = [worker.failure for worker in processes if worker.failure is not None]
     if plan.missing(look().finished):
         raise TrialError(
-            f"The {workers} workers ended before all was done. What was finished is kept; "
-            "the same command goes on.\n" + "\n".join(complaints)
+            f"The {workers} workers ended before all runs were done. Finished runs are kept; run "
+            "the same command again to continue.\n" + "\n".join(failures)
         )
-    for complaint in complaints:
-        logger.warning("A worker ended early; others did its work. %s", complaint)
+    for failure in failures:
+        logger.warning("A worker failed; others did its work. %s", failure)
 
 
 def _what_broke(broken: Mapping[J, str]) -> str:
     shown = "\n".join(f"  {job}: {error}" for job, error in list(broken.items())[:5])
     return (
-        f"{len(broken)} training{'s' if len(broken) > 1 else ''} ended in an error. What was "
-        f"finished is kept; the same command tries these again.\n{shown}"
+        f"{len(broken)} run{'s' if len(broken) > 1 else ''} failed. Finished runs are kept; run "
+        f"the same command again to retry.\n{shown}"
     )

@@ -1,1 +1,1 @@
-"""The language recipe: T5 on sentences of four domains, or on the eight tasks of SuperGLUE."""
+"""The language recipe: T5 on sentences from four domains, or on the eight tasks of SuperGLUE."""

@@ -1,6 +1,8 @@
-"""Examples as tokens, and tokens as batches. Knows nothing of where texts come from, or of models.
+"""From texts to tokens, and from tokens to batches. Knows nothing of files or models.
 
-Everything is tokenized once, when data is loaded: a batch is then only put together.
+A tokenizer comes from a checkpoint or is trained on the texts; training depends on the texts and
+their order alone, so every process and every resumed run gets the same one. Texts are tokenized
+once, when data is loaded.
 """
 
 from __future__ import annotations
@@ -14,26 +16,78 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from microclip_lab.language import tasks, vader
-from microclip_lab.language.example import Example
+from microclip_lab.language import superglue_tasks, vader
+from microclip_lab.language.examples import Example
 from microclip_lab.language.metrics import best_f1, is_exact
-from microclip_lab.training.batch_rng import Draws
+from microclip_lab.training.batch_rng import BatchRng
+from microclip_lab.training.config import SettingError
+
+PAD_TOKEN, END_TOKEN, UNKNOWN_TOKEN = "<pad>", "</s>", "<unk>"  # ids 0, 1 and 2, as in T5
+
+
+def train_tokenizer(texts: Sequence[str], size: int) -> Any:
+    """Return a lower-case tokenizer with at most `size` tokens, trained on texts."""
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+    from tokenizers.trainers import BpeTrainer
+    from transformers import PreTrainedTokenizerFast
+
+    made = Tokenizer(models.BPE(unk_token=UNKNOWN_TOKEN))
+    made.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])
+    made.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Metaspace(), pre_tokenizers.Punctuation("contiguous")]
+    )
+    made.decoder = decoders.Metaspace()
+    made.train_from_iterator(
+        texts,
+        BpeTrainer(
+            vocab_size=size,
+            special_tokens=[PAD_TOKEN, END_TOKEN, UNKNOWN_TOKEN],
+            show_progress=False,
+        ),
+    )
+    made.post_processor = processors.TemplateProcessing(
+        single=f"$A {END_TOKEN}", special_tokens=[(END_TOKEN, made.token_to_id(END_TOKEN))]
+    )
+    wrapper: Any = PreTrainedTokenizerFast
+    return wrapper(
+        tokenizer_object=made, pad_token=PAD_TOKEN, eos_token=END_TOKEN, unk_token=UNKNOWN_TOKEN
+    )
+
+
+def load_tokenizer(checkpoint: str) -> Any:
+    """Return the tokenizer of a checkpoint, a hub name or a folder."""
+    from transformers import AutoTokenizer
+
+    try:
+        loaded: Any = AutoTokenizer.from_pretrained(checkpoint)
+    except (OSError, ValueError, ImportError) as error:
+        raise SettingError(
+            f"The tokenizer of {checkpoint} could not be loaded: {error} Give the hub name of "
+            "a T5 checkpoint, or a folder with tokenizer.json; one that has only spiece.model "
+            "needs `pip install sentencepiece`."
+        ) from error
+    if loaded.pad_token_id != 0:
+        raise SettingError(
+            f"A T5 tokenizer has padding as token 0, but {checkpoint} has {loaded.pad_token_id}."
+        )
+    return loaded
+
 
 Tokens = npt.NDArray[np.int32]
 Batch = dict[str, Tensor]
 
-PAD, END, UNKNOWN = 0, 1, 2  # T5's numbers; a decoder begins with PAD
-IGNORED = -100  # a label that is not there
-DOMAINS = (*vader.DOMAINS, *tasks.NAMES)
+PAD, END, UNKNOWN = 0, 1, 2  # T5's ids; decoders start with PAD
+IGNORED = -100  # a label to ignore
+DOMAINS = (*vader.DOMAINS, *superglue_tasks.NAMES)
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """An example in tokens; what is only for judging is empty in training."""
+    """A tokenized example; the fields for evaluation are empty in training."""
 
     source: Tokens
     target: Tokens
-    domain: int  # place in DOMAINS
+    domain: int  # index in DOMAINS
     group: int
     choices: tuple[Tokens, ...] = ()
     exact: tuple[float, ...] = ()  # of each choice
@@ -42,7 +96,7 @@ class Encoded:
 
 @dataclass(frozen=True)
 class Encoder:
-    """Tokenizes examples; what is too long is cut off, its end kept."""
+    """Tokenizes examples; long texts are truncated, keeping the end token."""
 
     tokenizer: Any
     source_length: int
@@ -58,7 +112,7 @@ class Encoder:
         ]
 
     def judged(self, examples: Sequence[Example]) -> list[Encoded]:
-        """Return examples to be judged: with their choices, and what each is worth."""
+        """Return examples for evaluation: with choices and their scores."""
         names = {example.group or example.id for example in examples}
         groups = {name: number for number, name in enumerate(sorted(names))}
         answers = sorted({choice for example in examples for choice in example.choices})
@@ -83,17 +137,17 @@ class Encoder:
 
 def training_batch(
     examples: Sequence[Encoded],
-    draws: Draws,
+    rng: BatchRng,
     word_dropout: float,
     source_length: int,
     domain_weights: Mapping[str, float],
 ) -> Batch:
-    """Return a batch to train on, some of its tokens unknown; with weights, if domains have any."""
+    """Return a training batch, with word dropout and, if given, domain weights."""
     source, mask = _padded([example.source for example in examples], PAD)
     if word_dropout:
-        # drawn for the longest text there may be: what is drawn for a word must not depend on
-        # which other examples are in the same part of the mini-batch
-        drawn = torch.from_numpy(draws.random(source_length))[:, : source.shape[1]]
+        # drawn for the maximum length: what is drawn for a word must not depend on the other
+        # examples in this part of the mini-batch
+        drawn = torch.from_numpy(rng.random(source_length))[:, : source.shape[1]]
         source = torch.where((drawn < word_dropout) & (source > UNKNOWN), UNKNOWN, source)
     batch = {
         "input_ids": source,
@@ -107,7 +161,7 @@ def training_batch(
 
 
 def judged_batch(examples: Sequence[Encoded]) -> Batch:
-    """Return a batch to be judged: choices are (examples, choices, tokens)."""
+    """Return an evaluation batch; choices are (examples, choices, tokens)."""
     source, mask = _padded([example.source for example in examples], PAD)
     most = max(len(example.choices) for example in examples)
     nothing = np.zeros(0, dtype=np.int32)
@@ -128,7 +182,7 @@ def judged_batch(examples: Sequence[Encoded]) -> Batch:
 
 
 def _padded(rows: Sequence[Tokens], filler: int) -> tuple[Tensor, Tensor]:
-    """Return rows of one length, and where there is something in them."""
+    """Return padded rows and their mask."""
     lengths = np.array([len(row) for row in rows])
     there = np.arange(lengths.max())[None] < lengths[:, None]
     padded = np.full(there.shape, filler, dtype=np.int64)

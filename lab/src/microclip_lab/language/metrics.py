@@ -12,19 +12,19 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from microclip_lab.language import tasks
+from microclip_lab.language import superglue_tasks
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What is said of one answer."""
+    """The evaluation of one answer."""
 
     domain: str
-    group: int  # answers of one group are right together, or not
-    chosen: int  # places among the choices
+    group: int  # answers of one group count together
+    chosen: int  # index among the choices
     right: int
     exact: float  # 1 if it is right, else 0
-    f1: float  # of the words of what was chosen, compared with the nearest right answer
+    f1: float  # word F1 with the closest right answer
 
 
 def summary(verdicts: Sequence[Verdict]) -> dict[str, float]:
@@ -34,19 +34,19 @@ def summary(verdicts: Sequence[Verdict]) -> dict[str, float]:
         by_domain.setdefault(verdict.domain, []).append(verdict)
     accuracies = {domain: fmean(v.exact for v in own) for domain, own in by_domain.items()}
     found = {
-        "accuracy": fmean(verdict.exact for verdict in verdicts),  # so domains count by size
-        "accuracy_of_domains": fmean(accuracies.values()),  # and here all alike
+        "accuracy": fmean(verdict.exact for verdict in verdicts),  # weights domains by size
+        "accuracy_of_domains": fmean(accuracies.values()),  # weights domains equally
     }
     found |= {f"accuracy_{domain}": accuracies[domain] for domain in accuracies}
     for domain, own in by_domain.items():
         found |= {f"{metric}_{domain}": value for metric, value in _more(domain, own).items()}
-    if set(by_domain) <= set(tasks.NAMES):
+    if set(by_domain) <= set(superglue_tasks.NAMES):
         found["superglue"] = superglue_score(found, by_domain)
     return found
 
 
 def superglue_score(found: dict[str, float], domains: Iterable[str]) -> float:
-    """Return the mean over tasks; of a task with two metrics, their mean counts."""
+    """Return the mean over tasks; tasks with two metrics count by their mean."""
     scores = []
     for domain in domains:
         pair = {"multirc": ("f1", "exact"), "cb": ("accuracy", "f1"), "record": ("f1", "accuracy")}
@@ -59,7 +59,7 @@ def _more(domain: str, own: Sequence[Verdict]) -> dict[str, float]:
     if domain == "cb":
         return {"f1": macro_f1([v.chosen for v in own], [v.right for v in own])}
     if domain == "multirc":
-        true = tasks.MULTIRC_CHOICES.index("True")
+        true = superglue_tasks.MULTIRC_CHOICES.index("True")
         return {
             "f1": class_f1([v.chosen for v in own], [v.right for v in own], true),
             "exact": exact_groups([v.group for v in own], [v.exact for v in own]),
@@ -97,7 +97,7 @@ def exact_groups(groups: Sequence[int], exact: Sequence[float]) -> float:
 
 
 def words(text: str) -> list[str]:
-    """Return the words of a text that count: in lower case, no punctuation, no articles.
+    """Return the normalized words of a text: lower case, no punctuation, no articles.
 
     >>> words("The U.S. Navy")
     ['us', 'navy']
@@ -107,7 +107,7 @@ def words(text: str) -> list[str]:
 
 
 def best_f1(text: str, answers: Iterable[str]) -> float:
-    """Return the F1 of the words of a text and of the right answer that is nearest to it.
+    """Return the word F1 of a text with the closest right answer.
 
     >>> best_f1("Barack Obama", ["Obama", "Biden"])
     0.6666666666666666
@@ -116,7 +116,7 @@ def best_f1(text: str, answers: Iterable[str]) -> float:
 
 
 def is_exact(text: str, answers: Iterable[str]) -> bool:
-    """Whether a text has the same words as one of the answers."""
+    """Return whether a text has the same words as one of the answers."""
     return any(words(text) == words(answer) for answer in answers)
 
 

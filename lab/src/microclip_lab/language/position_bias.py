@@ -1,8 +1,8 @@
-"""T5's position bias with a dimension for examples, so that a single pass can clip it.
+"""T5's position bias with a batch dimension, so that a single pass can clip it.
 
-T5 makes one bias for all examples of a batch, in which their gradients are added up for good. Made
-once for each example it is the same number, and costs memory: texts x length^2 x heads. Worth it
-for short texts, where streaming a few of them at a time takes three times as long.
+T5 shares one bias among all examples of a batch, so the model sums their gradients. One
+copy per example has the same values and costs memory: texts x length^2 x heads. That is worth it
+for short texts, where streaming takes three times as long.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from transformers.models.t5.modeling_t5 import T5Attention
 
 
 class BiasPerExample(T5Attention):
-    """Self-attention of a first layer, which makes the bias that the others use too."""
+    """Self-attention of the first layer, which computes the bias for all layers."""
 
     def forward(
         self,
@@ -49,7 +49,7 @@ class BiasPerExample(T5Attention):
 
 
 def use_bias_per_example(model: Any) -> None:
-    """Let both stacks of a T5 make a bias for each example; weights and their names stay."""
+    """Give both stacks of a T5 a bias per example; weights and their names stay the same."""
     for stack in (model.encoder, model.decoder):
         layer = stack.block[0].layer[0]
         known: Any = layer.SelfAttention

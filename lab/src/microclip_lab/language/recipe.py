@@ -1,4 +1,4 @@
-"""The language recipe: texts in, texts out. Ties data, tokens, model and metrics together."""
+"""The language recipe: text to text. Ties data, tokens, model and metrics together."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from microclip_lab.language import metrics, superglue, t5, tokenizer, vader
+from microclip_lab.language import metrics, superglue, t5, vader
 from microclip_lab.language.encoding import (
     DOMAINS,
     IGNORED,
@@ -22,13 +22,14 @@ from microclip_lab.language.encoding import (
     Encoded,
     Encoder,
     judged_batch,
+    load_tokenizer,
+    train_tokenizer,
     training_batch,
 )
-from microclip_lab.language.example import Example
+from microclip_lab.language.examples import Example, Splits
 from microclip_lab.language.metrics import Verdict, majority
-from microclip_lab.language.splits import Splits
-from microclip_lab.language.tasks import TASKS
-from microclip_lab.training.batch_rng import Draws
+from microclip_lab.language.superglue_tasks import TASKS
+from microclip_lab.training.batch_rng import BatchRng
 from microclip_lab.training.config import SettingError, Training
 from microclip_lab.training.recipe import Data, Recipe
 
@@ -37,15 +38,15 @@ VADER = "vader"
 
 @dataclass(frozen=True)
 class Texts(Data[Encoded]):
-    """Tokens to train on, with the texts they were made of and what made them."""
+    """Tokenized data, with the texts and the tokenizer."""
 
-    examples: Sequence[Example] = ()  # the training examples, to be shown
+    examples: Sequence[Example] = ()  # the training examples as text
     tokenizer: Any = field(default=None, repr=False)
 
 
 @dataclass(frozen=True)
 class Language(Recipe[Encoded, Verdict]):
-    """T5, on sentences of four domains (VADER), or on a folder in SuperGLUE's layout."""
+    """Text classification with T5, on sentences from four domains (VADER) or SuperGLUE tasks."""
 
     name: ClassVar[str] = "language"
     headline: ClassVar[str] = "accuracy"
@@ -54,47 +55,47 @@ class Language(Recipe[Encoded, Verdict]):
     """"vader", or a folder in SuperGLUE's layout: BoolQ/train.jsonl, BoolQ/val.jsonl, ..."""
 
     labels: vader.Labels = "mean"
-    """VADER: whom training believes, the mean of all raters or one of them, who may be wrong."""
+    """VADER: training labels, the mean of all raters or a single, perhaps wrong rater."""
     neutral: bool = False
-    """VADER: keep sentences that are neither positive nor negative, with an answer of their own."""
+    """VADER: keep sentences that are neither positive nor negative, as a third class."""
     domains: tuple[str, ...] = ()
-    """VADER: the domains to take, such as movie; all unless given."""
+    """VADER: domains to use, such as movie. Default: all."""
     training_shares: tuple[float, ...] = ()
-    """VADER: share of each domain's training sentences that is kept, drawn by the seed, in the
-    order movie, nyt, tweets, amazon (or of domains); all unless given."""
+    """VADER: share of the training sentences to keep per domain, in the order movie, nyt, tweets,
+    amazon (or that of domains), drawn with the seed. Default: all."""
     domain_weights: tuple[float, ...] = ()
-    """VADER: weights of the training losses by domain, in the same order; 1 unless given."""
+    """VADER: weight of the training losses per domain, in the same order. Default: 1."""
 
     tasks: tuple[str, ...] = ()
-    """SuperGLUE: the tasks to take, such as ReCoRD; all that are there unless given."""
+    """SuperGLUE: tasks to use, such as ReCoRD. Default: all in the folder."""
     most_per_task: int | None = None
-    """SuperGLUE: training examples of one task that are taken at most."""
+    """SuperGLUE: maximum number of training examples per task."""
 
     checkpoint: str | None = None
-    """A T5 of the hub, or a folder with one and its tokenizer; a small one is made unless given."""
+    """Pretrained T5 with its tokenizer, a hub name or a folder. Default: a small new one."""
     pretrained: bool = True
-    """Take the checkpoint's weights; else only its configuration and tokenizer."""
+    """Use the checkpoint's weights; otherwise only its configuration and tokenizer."""
     source_length: int = 56
-    """Tokens that are read at most."""
+    """Maximum number of input tokens."""
     target_length: int = 16
-    """Tokens of an answer at most."""
+    """Maximum number of answer tokens."""
     dropout: float | None = 0.1
-    """Share of activations that are dropped; none is what the checkpoint says."""
+    """Dropout probability; none uses the checkpoint's."""
     word_dropout: float = 0.0
-    """Share of a text's tokens that are hidden in training."""
+    """Share of input tokens to hide in training."""
 
     vocabulary: int = 8000
-    """Tokens of the tokenizer that is trained here."""
+    """Vocabulary size of the tokenizer trained on the data."""
     width: int = 64
-    """Of the small T5's embeddings."""
+    """Width of the small T5."""
     feed_forward: int = 128
-    """Of its feed-forward layers."""
+    """Width of its feed-forward layers."""
     heads: int = 4
-    """Of its attention."""
+    """Attention heads."""
     encoder_layers: int = 1
-    """Layers that read."""
+    """Encoder layers."""
     decoder_layers: int = 1
-    """Layers that write."""
+    """Decoder layers."""
 
     def __post_init__(self) -> None:
         for name in (
@@ -107,7 +108,7 @@ class Language(Recipe[Encoded, Verdict]):
         for name in ("dropout", "word_dropout"):
             value = getattr(self, name)
             if value is not None and not 0 <= value < 1:
-                raise SettingError(f"{name} must be from 0 up to, and without, 1, but got {value}.")
+                raise SettingError(f"{name} must be at least 0 and below 1, but got {value}.")
         if self.width % self.heads:
             raise SettingError(
                 f"width must be a multiple of heads, but got {self.width} and {self.heads}."
@@ -118,7 +119,7 @@ class Language(Recipe[Encoded, Verdict]):
         unknown = [task for task in self.tasks if task not in TASKS]
         if unknown:
             raise SettingError(
-                f"tasks must be of {', '.join(TASKS)}, but got {', '.join(unknown)}."
+                f"tasks must be among {', '.join(TASKS)}, but got {', '.join(unknown)}."
             )
         self._check_domains()
 
@@ -126,13 +127,13 @@ class Language(Recipe[Encoded, Verdict]):
         for name in ("domains", "training_shares", "domain_weights"):
             if getattr(self, name) and self.data != VADER:
                 raise SettingError(
-                    f"{name} is an option of vader, but the data is {self.data}. Leave it out; the "
-                    "tasks of a folder are chosen with --tasks and --most-per-task."
+                    f"{name} works with vader only, but the data is {self.data}. Leave it out; to "
+                    "choose the tasks of a folder, use --tasks and --most-per-task."
                 )
         unknown = [domain for domain in self.domains if domain not in vader.DOMAINS]
         if unknown or len(set(self.domains)) < len(self.domains):
             raise SettingError(
-                f"domains must be of {', '.join(vader.DOMAINS)}, each once at most, but got "
+                f"domains must be among {', '.join(vader.DOMAINS)}, without duplicates, but got "
                 f"{', '.join(self.domains)}."
             )
         taken = self._domains_taken
@@ -140,7 +141,7 @@ class Language(Recipe[Encoded, Verdict]):
             values = getattr(self, name)
             if values and len(values) != len(taken):
                 raise SettingError(
-                    f"{name} must hold one number for each of {', '.join(taken)}, in this order, "
+                    f"{name} must have one number for each of {', '.join(taken)}, in this order, "
                     f"but got {len(values)}: {', '.join(f'{value:g}' for value in values)}."
                 )
         for share in self.training_shares:
@@ -159,7 +160,7 @@ class Language(Recipe[Encoded, Verdict]):
 
     @classmethod
     def presets(cls) -> Mapping[str, tuple[Recipe[Any, Any], Training]]:
-        """Return ready-made choices."""
+        """Return the presets."""
         small = Training(
             microbatch_size=4,
             by_domain=True,
@@ -206,14 +207,14 @@ class Language(Recipe[Encoded, Verdict]):
         }
 
     def load(self, seed: int) -> Texts:
-        """Read the texts, and make tokens of them."""
+        """Read and tokenize the texts."""
         splits = self._splits(seed)
         if self.checkpoint is None:
             texts = [example.source for example in splits.training]
             answers = [a for example in splits.training for a in (example.target, *example.choices)]
-            used = tokenizer.trained([*texts, *answers], self.vocabulary)
+            used = train_tokenizer([*texts, *answers], self.vocabulary)
         else:
-            used = tokenizer.of_checkpoint(self.checkpoint)
+            used = load_tokenizer(self.checkpoint)
         encoder = Encoder(used, self.source_length, self.target_length)
         return Texts(
             training=encoder.training(splits.training),
@@ -233,7 +234,7 @@ class Language(Recipe[Encoded, Verdict]):
         return superglue.load(Path(self.data), seed, self.tasks, self.most_per_task)
 
     def _mixture(self, whole: Splits, seed: int) -> Splits:
-        """Return the domains that are asked for, in the shares that are asked for."""
+        """Return the chosen domains in the chosen shares."""
         taken = self._domains_taken
         shares = self.training_shares or (1.0,) * len(taken)
         chosen = vader.only(whole, taken)
@@ -250,31 +251,31 @@ class Language(Recipe[Encoded, Verdict]):
         )
         return t5.small(size, len(data.tokenizer), self.dropout)
 
-    def collate(self, examples: Sequence[Encoded], draws: Draws | None) -> Batch:
-        """Return a batch: for training with the right answer, for being judged with all choices."""
-        if draws is None:
+    def collate(self, examples: Sequence[Encoded], rng: BatchRng | None) -> Batch:
+        """Return a batch: with answers for training, with all choices for evaluation."""
+        if rng is None:
             return judged_batch(examples)
         weights = dict(zip(self._domains_taken, self.domain_weights, strict=False))
-        return training_batch(examples, draws, self.word_dropout, self.source_length, weights)
+        return training_batch(examples, rng, self.word_dropout, self.source_length, weights)
 
     def losses(self, model: nn.Module, batch: Batch) -> Tensor:
         """Return the mean cross-entropy of each example's answer, over its tokens.
 
-        With `domain_weights`, times the weight of its domain: a control for clipping by domain,
-        plain training whose domains weigh as clipping made them weigh.
+        With `domain_weights`, multiplied by the weight of its domain: a control for clipping by
+        domain is plain training with the same weights of domains.
         """
         labels = batch["labels"]
         logits = model(
             input_ids=batch["input_ids"],
             attention_mask=batch["attention_mask"],
             decoder_input_ids=_shifted(labels),
-            use_cache=False,  # nothing is written token by token
+            use_cache=False,  # no generation, so no cache
         ).logits
         losses = -_log_likelihoods(logits, labels) / (labels != IGNORED).sum(1)
         return losses * batch["weights"] if "weights" in batch else losses
 
     def judge(self, model: nn.Module, batch: Batch) -> list[Verdict]:
-        """Take the likeliest choice of each example."""
+        """Choose the most likely answer for each example."""
         chosen = choose(model, batch)
         rows = torch.arange(len(chosen), device=chosen.device)
         said = zip(
@@ -293,7 +294,7 @@ class Language(Recipe[Encoded, Verdict]):
         return metrics.summary(records)
 
     def describe(self, data: Data[Encoded], row: int) -> Mapping[str, Any]:
-        """Return a text, what training takes for its answer, and the right one if it is known."""
+        """Return a text, its training label, and the right one if it is known."""
         assert isinstance(data, Texts)
         example = data.examples[row]
         said = {"text": example.source, "label": example.target, "domain": example.domain}
@@ -301,9 +302,9 @@ class Language(Recipe[Encoded, Verdict]):
 
 
 def choose(model: nn.Module, batch: Batch) -> Tensor:
-    """Return which choice the model finds likeliest, for each example.
+    """Return the index of the most likely choice for each example.
 
-    Texts are read once. Choices are tried one after the other, since a passage may have dozens.
+    Texts are encoded once. Choices are scored one after the other, since a passage may have dozens.
     """
     choices, mask = batch["choices"], batch["attention_mask"]
     likelihoods = torch.full(choices.shape[:2], -torch.inf, device=choices.device)
@@ -325,7 +326,7 @@ def choose(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def _log_likelihoods(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the logarithm of each answer's probability, in 32 bits."""
+    """Return the log-likelihood of each answer, in 32 bits."""
     losses = F.cross_entropy(
         logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="none"
     )
@@ -333,12 +334,12 @@ def _log_likelihoods(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def _shifted(labels: Tensor) -> Tensor:
-    """Return what a decoder has read when it is to write each token; T5 begins with padding."""
+    """Return decoder inputs: labels shifted by one; T5 starts with padding."""
     return F.pad(labels.masked_fill(labels == IGNORED, PAD), (1, -1), value=PAD)
 
 
 def _facts(splits: Splits) -> dict[str, Any]:
-    """Return what is to be known of the data: sizes, what guessing gives, wrong labels."""
+    """Return facts about the data: sizes, majority accuracy, wrong labels."""
     tests = _by_domain(splits.test)
     facts: dict[str, Any] = {
         "training examples by domain": {d: len(o) for d, o in _by_domain(splits.training).items()},
@@ -346,7 +347,8 @@ def _facts(splits: Splits) -> dict[str, Any]:
         "majority accuracy by domain": {
             domain: majority([example.answers[0] for example in own])
             for domain, own in tests.items()
-            if len({example.choices for example in own}) == 1  # else there is none to speak of
+            if len({example.choices for example in own})
+            == 1  # otherwise there is no majority class
         },
     }
     if all(example.truth is not None for example in splits.training):

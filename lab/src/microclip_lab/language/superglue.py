@@ -1,7 +1,7 @@
-"""Any folder in SuperGLUE's layout: BoolQ/train.jsonl, BoolQ/val.jsonl, and so for eight tasks.
+"""Any folder in SuperGLUE's layout: BoolQ/train.jsonl, BoolQ/val.jsonl, and so on.
 
-Any of the tasks may be there. The labels of test.jsonl are not public, so val.jsonl is cut in two:
-half to choose by, half to test with, the same for every seed.
+Any of the eight tasks may be present. The labels of test.jsonl are not public, so val.jsonl is
+split into halves for validation and testing, the same for every seed.
 """
 
 from __future__ import annotations
@@ -12,13 +12,11 @@ from pathlib import Path
 
 import numpy as np
 
-from microclip_lab.language.example import Example
-from microclip_lab.language.jsonl import lines
-from microclip_lab.language.splits import Splits
-from microclip_lab.language.tasks import TASKS, Task
-from microclip_lab.training.layout import LayoutError
+from microclip_lab.language.examples import Example, Splits
+from microclip_lab.language.superglue_tasks import TASKS, Task, lines
+from microclip_lab.training.config import LayoutError
 
-DIAGNOSTICS = ("AX-b", "AX-g")  # come with SuperGLUE, have nothing to train on
+DIAGNOSTICS = ("AX-b", "AX-g")  # part of SuperGLUE, but without training data
 EXPECTED = f"folders named {', '.join(TASKS)} (any of them), each with train.jsonl and val.jsonl"
 
 
@@ -27,9 +25,9 @@ def load(root: Path, seed: int, wanted: Sequence[str] = (), most: int | None = N
 
     Args:
         root: The folder.
-        seed: Of which training examples are taken, where there are more than `most`.
-        wanted: Names of the tasks to take, such as "ReCoRD"; all that are there unless given.
-        most: Training examples of one task that are taken at most.
+        seed: Selects training examples where there are more than `most`.
+        wanted: Names of tasks, such as "ReCoRD"; default: all in the folder.
+        most: Maximum number of training examples per task.
     """
     training: list[Example] = []
     validation: list[Example] = []
@@ -45,10 +43,10 @@ def load(root: Path, seed: int, wanted: Sequence[str] = (), most: int | None = N
 
 
 def _tasks(root: Path, wanted: Sequence[str]) -> list[Task]:
-    """Find the tasks that are there; say what is wrong with the folder if anything is."""
+    """Find the tasks in the folder, and check its layout."""
     if not root.is_dir():
         raise LayoutError(
-            f'data must be "vader" or a folder with {EXPECTED}, but {root} is no folder.'
+            f'data must be "vader" or a folder with {EXPECTED}, but {root} is not one.'
         )
     folders = sorted(
         entry.name
@@ -76,7 +74,7 @@ def _tasks(root: Path, wanted: Sequence[str]) -> list[Task]:
     missing = [name for name in wanted if name not in {task.folder for task in there}]
     if missing:
         raise LayoutError(
-            f"{root}: expected the tasks asked for, {', '.join(wanted)}, but found only "
+            f"{root}: expected the requested tasks, {', '.join(wanted)}, but found only "
             f"{', '.join(task.folder for task in there)}."
         )
     return [task for task in there if not wanted or task.folder in wanted]
@@ -91,7 +89,7 @@ def _read(path: Path, task: Task) -> list[list[Example]]:
 
 
 def _each(task: Task, example: Example) -> Iterable[Example]:
-    """Make one training example of each right answer, where a task has several, as T5 does."""
+    """Make one training example per right answer, where a task has several, as T5 does."""
     if not task.one_per_answer or len(example.answers) == 1:
         return [example]
     return [
@@ -108,11 +106,11 @@ def _at_most(examples: list[Example], most: int | None, seed: int) -> list[Examp
 
 
 def _halves(path: Path, task: Task) -> tuple[list[Example], list[Example]]:
-    """Cut a file into two by lines, so that all questions of a paragraph stay together."""
+    """Split a file by lines, so that all questions about a paragraph stay together."""
     found = _read(path, task)
     if len(found) < 2:
         raise LayoutError(
-            f"{path}: expected two lines or more, half to choose by and half to test with, but "
+            f"{path}: expected at least two lines, half for validation and half for testing, but "
             "found one."
         )
     order = np.random.default_rng(0).permutation(len(found))

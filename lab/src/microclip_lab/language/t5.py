@@ -1,4 +1,4 @@
-"""T5: a small one with random weights, or a checkpoint's. Knows nothing of data."""
+"""T5: a small one with random weights, or a pretrained one. Knows nothing of data."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from microclip_lab.training.config import SettingError
 
 @dataclass(frozen=True)
 class Size:
-    """How large a T5 is."""
+    """The size of a T5."""
 
     width: int
     feed_forward: int
@@ -23,11 +23,11 @@ class Size:
 
 
 def small(size: Size, vocabulary: int, dropout: float) -> nn.Module:
-    """Return a T5 with random weights, of version 1.1: gated, nothing scaled before the logits.
+    """Return a T5 v1.1 (gated, unscaled logits) with random weights.
 
-    transformers draws embeddings with deviation 1, for an optimizer whose steps grow with the
-    weights. AdamW's do not: words then hardly move from where they began, and logits begin at a
-    multiple of what they should be. So they are drawn smaller here, 1 / sqrt(width).
+    transformers initializes embeddings with deviation 1, for an optimizer whose steps grow with the
+    weights. With AdamW such embeddings hardly move, and logits start far too large. So they are
+    initialized with deviation 1 / sqrt(width) here.
     """
     from transformers import T5Config, T5ForConditionalGeneration
 
@@ -45,24 +45,24 @@ def small(size: Size, vocabulary: int, dropout: float) -> nn.Module:
             num_decoder_layers=size.decoder_layers,
             dropout_rate=dropout,
             feed_forward_proj="gated-gelu",
-            tie_word_embeddings=False,  # T5's way of saying that outputs are not scaled
+            tie_word_embeddings=False,  # in T5 this also turns off the scaling of outputs
             decoder_start_token_id=0,
         )
     )
     with torch.no_grad():
-        for weight in (made.shared.weight, made.lm_head.weight):  # one and the same, or two
+        for weight in (made.shared.weight, made.lm_head.weight):  # tied or not
             weight.normal_(std=size.width**-0.5)
     use_bias_per_example(made)
     return made
 
 
 def of_checkpoint(checkpoint: str, pretrained: bool, dropout: float | None) -> nn.Module:
-    """Return a checkpoint's T5, or one of its size with random weights.
+    """Return a pretrained T5, or one of its size with random weights.
 
     Args:
         checkpoint: A name on the hub, or a folder.
-        pretrained: Whether its weights are wanted.
-        dropout: In place of the checkpoint's own, unless None.
+        pretrained: Whether to load its weights.
+        dropout: Replaces the checkpoint's, unless None.
     """
     from transformers import T5Config, T5ForConditionalGeneration
 
@@ -71,16 +71,16 @@ def of_checkpoint(checkpoint: str, pretrained: bool, dropout: float | None) -> n
     try:
         config: Any = T5Config.from_pretrained(checkpoint, **options)
         if pretrained:
-            # in 32 bits, whatever it was saved in: mixed precision is the training's business
+            # in 32 bits, however it was saved: mixed precision is up to the training loop
             loaded: nn.Module = maker.from_pretrained(
                 checkpoint, config=config, dtype=torch.float32
             )
             return loaded
     except (OSError, ValueError) as error:
         raise SettingError(
-            f"The T5 checkpoint {checkpoint} could not be loaded: {error} Name one of the hub, or "
-            "a folder with config.json and model.safetensors; --no-pretrained takes its "
-            "configuration and draws the weights."
+            f"The T5 checkpoint {checkpoint} could not be loaded: {error} Give a hub name, or "
+            "a folder with config.json and model.safetensors; --no-pretrained uses its "
+            "configuration with random weights."
         ) from error
     drawn: nn.Module = maker(config)
     return drawn

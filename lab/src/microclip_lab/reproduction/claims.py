@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from microclip_lab.reproduction.quantities import (
+from microclip_lab.reproduction.effects import (
     CosineGap,
     CosineLevel,
     Gain,

@@ -1,4 +1,4 @@
-"""`microclip reproduce`, from beginning to end."""
+"""`microclip reproduce` from start to finish."""
 
 from __future__ import annotations
 
@@ -9,123 +9,119 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from microclip_lab.jobs.job_queue import Register
+from microclip_lab.jobs.job_queue import JobQueue
 from microclip_lab.jobs.progress import Status, progress
 from microclip_lab.jobs.storage import open_storage, open_study
-from microclip_lab.jobs.subprocesses import cores, is_worker, leave_with_parent
-from microclip_lab.jobs.worker_loop import TrialError, oversee
+from microclip_lab.jobs.subprocesses import cores, exit_with_parent, is_worker
+from microclip_lab.jobs.worker_loop import TrialError, supervise
 from microclip_lab.reproduction.config import WORK, ReproduceConfig
-from microclip_lab.reproduction.jobs import Job
-from microclip_lab.reproduction.plan_check import check
-from microclip_lab.reproduction.record_store import Shelf
-from microclip_lab.reproduction.records import FOLDER, Records
-from microclip_lab.reproduction.rerun import do_again
-from microclip_lab.reproduction.run_job import tidy_up
+from microclip_lab.reproduction.record_checks import check, rerun
+from microclip_lab.reproduction.records import FOLDER, Job, Records, RecordStore
+from microclip_lab.reproduction.run_job import Worker, tidy_up
 from microclip_lab.reproduction.study import Study
 from microclip_lab.reproduction.tasks import tasks
-from microclip_lab.reproduction.worker import Worker
 from microclip_lab.training.config import SettingError
 
 LOGS = "logs"
-REPORT_EVERY = 10.0  # seconds; looking through hundreds of runs takes a moment
+REPORT_EVERY = 10.0  # seconds; checking hundreds of runs takes a moment
 
 
 def reproduce(
     config: ReproduceConfig, console: Console | None = None, log: Console | None = None
 ) -> None:
-    """Do what is asked for.
+    """Run `microclip reproduce`.
 
     Args:
-        config: What that is.
-        console: Where results are printed; standard output unless given.
-        log: Where progress is shown; standard error unless given.
+        config: Its options.
+        console: Where results are printed; default: standard output.
+        log: Where progress is shown; default: standard error.
     """
-    # results to standard output, progress to standard error: one can be redirected alone
+    # results to standard output, progress to standard error, so that each can be redirected
     console, log = console or Console(), log or Console(stderr=True)
     study, out = study_of(config), config.folder
     if config.again is not None:
-        do_again(study, Shelf(out).records(), config.again, console, log)
+        rerun(study, RecordStore(out).records(), config.again, console, log)
         return
     if not config.only_page:
-        again = [sys.executable, "-m", "microclip", "reproduce", *config.arguments]
+        command = [sys.executable, "-m", "microclip", "reproduce", *config.arguments]
         try:
-            run_missing(study, out, config.storage_url, config.workers or cores(), again, log)
+            run_missing(study, out, config.storage_url, config.workers or cores(), command, log)
         except TrialError as error:
-            raise TrialError(f"{error}\nA page of the runs that are there: --only-page") from error
+            raise TrialError(f"{error}\nFor a page of the finished runs: --only-page") from error
         if is_worker():
             return
-    records = Shelf(out).records()
+    records = RecordStore(out).records()
     if not records:
-        raise SettingError(f"{out} holds no records, so there is nothing to make a page of.")
+        raise SettingError(f"{out} has no records, so there is nothing to report.")
     publish(study, records, out, console, config.document)
 
 
 def study_of(config: ReproduceConfig) -> Study:
-    """Return the plan, or those of its tasks that are asked for."""
+    """Return the plan, with the requested tasks."""
     chosen = [task for task in tasks(config.scale) if not config.tasks or task.name in config.tasks]
     return Study(tuple(chosen))
 
 
 def run_missing(
-    study: Study, out: Path, storage_url: str, workers: int, again: Sequence[str], log: Console
+    study: Study, out: Path, storage_url: str, workers: int, command: Sequence[str], log: Console
 ) -> None:
-    """Do the runs that are missing, alone or with workers, or as one of them.
+    """Do the missing runs: in this process, with workers, or as one of the workers.
 
     Args:
         study: The plan.
         out: The folder of the records.
-        storage_url: Where it is kept who does which.
-        workers: How many runs are done side by side.
-        again: The command that starts a worker; none is started if there is to be one only.
+        storage_url: Storage of the job queue.
+        workers: Number of parallel runs.
+        command: The command that starts a worker; unused with a single one.
         log: Where progress is shown.
     """
-    shelf, work = Shelf(out), out / WORK
-    records = shelf.records()
+    store, work = RecordStore(out), out / WORK
+    records = store.records()
     check(study, records)
     work.mkdir(parents=True, exist_ok=True)
     if is_worker():
-        leave_with_parent()
-        _worker(study, shelf, storage_url, _nobody).work()
+        exit_with_parent()
+        _worker(study, store, storage_url, _no_report).work()
         return
     log.print(announcement(study, records, workers), soft_wrap=True, highlight=False)
     if study.missing(records):
         with progress(log) as report:
-            worker = _worker(study, shelf, storage_url, report)
+            worker = _worker(study, store, storage_url, report)
             if workers == 1:
                 worker.work()
             else:
-                oversee(
-                    *(study, worker.look, report, again, workers, work / LOGS),
-                    threads=1,  # more add up in another order, and records must come out the same
+                supervise(
+                    *(study, worker.look, report, command, workers, work / LOGS),
+                    threads=1,  # more would sum in another order, and records must be reproducible
                     report_every=REPORT_EVERY,
                 )
-        worker.register.close()
-    for job in shelf.records():  # of runs that were killed just after their record was written
+        worker.queue.close()
+    for job in store.records():  # leftovers of runs killed just after writing their record
         tidy_up(work / FOLDER / job.id)
 
 
 def announcement(study: Study, records: Records, workers: int) -> str:
-    """Say what is to be done, before it is."""
+    """Describe what is going to be done."""
     jobs = study.expected(records)
     left = [job for job in jobs if job not in records]
     if not left:
-        return f"All {len(jobs)} runs have their records; nothing is to be trained."
+        return f"All {len(jobs)} runs have records; there is nothing to train."
     hours = sum(study.work(job) for job in left) / 3600
     names = ", ".join(task.name for task in study.tasks)
-    more = ", and some more if the best learning rates are the last ones tried"
+    more = ", perhaps a few more to extend learning rate grids"
     grows = any(task.growth for task in study.tasks)
-    done = f" {len(jobs) - len(left)} of them have their records already." if records else ""
+    done = f" {len(jobs) - len(left)} of them already have records." if records else ""
     return (
-        f"{len(jobs)} runs{more if grows else ''}, of {names}.{done} What is left takes about "
-        f"{hours:.2g} core-hours; {workers} side by side. Ctrl-C is safe: what is finished is "
-        "kept, and the same command goes on."
+        f"{len(jobs)} runs{more if grows else ''}: {names}.{done} The rest takes about "
+        f"{hours:.2g} core-hours, with {workers} runs in parallel. Ctrl-C is safe: finished runs "
+        "are kept, and the same command continues."
     )
 
 
 def publish(
     study: Study, records: Records, out: Path, console: Console, document: Path | None = None
 ) -> None:
-    """Write the page, the file for programs and maybe the document; print the verdicts."""
+    """Write the page, results.json and perhaps the document; print the verdicts."""
     from microclip_lab.reproduction.document import write_document
     from microclip_lab.reproduction.page import write_page
     from microclip_lab.reproduction.results import write_results
@@ -140,7 +136,7 @@ def publish(
     for judged in judge(study, records):
         table.add_row(judged.claim.id, judged.claim.title, judged.verdict, judged.sentence)
     console.print(table)
-    # soft_wrap and no markup: a path must come out as it is, however long or odd
+    # soft_wrap and no markup: print the path unchanged, however long or odd
     written = {"page:    ": page, "results: ": results}
     if document is not None:
         written["document:"] = write_document(study, records, document, page, results)
@@ -149,14 +145,14 @@ def publish(
 
 
 def _worker(
-    study: Study, shelf: Shelf, storage_url: str, report: Callable[[Status], None]
+    study: Study, store: RecordStore, storage_url: str, report: Callable[[Status], None]
 ) -> Worker:
     storage = open_storage(storage_url)
-    # the figure of a trial is how good it was: more is better, whatever its task measures
-    trials = open_study(storage, shelf.folder.resolve().name, lower_is_better=False)
-    register = Register(trials, storage, Job.from_json, shelf.has)
-    return Worker(study, register, shelf, shelf.folder / WORK / FOLDER, report)
+    # the value of a trial is its score: higher is better, whatever its task measures
+    trials = open_study(storage, store.folder.resolve().name, lower_is_better=False)
+    queue = JobQueue(trials, storage, Job.from_json, store.has)
+    return Worker(study, queue, store, store.folder / WORK / FOLDER, report)
 
 
-def _nobody(status: Status) -> None:
-    """Hear of progress, and say nothing."""
+def _no_report(status: Status) -> None:
+    """Ignore progress."""

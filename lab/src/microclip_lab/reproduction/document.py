@@ -12,11 +12,11 @@ from pathlib import Path
 
 from microclip.files import write_whole
 from microclip.report.blocks import Block, Figure, Paragraph, Section, Table
-from microclip_lab.reproduction import appendix, sections
-from microclip_lab.reproduction.page import opening
+from microclip_lab.reproduction import appendix
+from microclip_lab.reproduction.page import of_the_paper, opening
+from microclip_lab.reproduction.record_tables import View
 from microclip_lab.reproduction.records import Records
 from microclip_lab.reproduction.study import Study
-from microclip_lab.reproduction.view import View
 
 COMMAND = re.compile(  # else two hyphens become a dash
     r"(microclip (?:theory --claims|train \w+ --preset paper --data \w+|reproduce"
@@ -55,7 +55,7 @@ def markdown(view: View, page: str, results: str) -> str:
         f"[the page]({page}). For programs: [results.json]({results}).",
     ]
     chosen = [
-        *sections.of_the_paper(view),
+        *of_the_paper(view),
         appendix.controls(view),
         appendix.wrong(view),
         appendix.full_scale(view),

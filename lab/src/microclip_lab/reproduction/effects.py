@@ -1,8 +1,9 @@
 """What follows from the records: each quantity, seed by seed, with its interval. Pure functions.
 
-No run is dropped in silence. One that diverged counts as the worst there is where better and worse
-have a meaning: accuracy 0, error rate 100. Where they have none, its seed is left out, which the
-effect says, and nothing is decided by the seeds that happened to survive.
+Every quantity is one number per seed. The runs of a seed share data, initial weights and the order
+of examples, so differences are paired, and intervals are over seeds. No run is dropped silently: a
+diverged one counts as the worst possible, accuracy 0 or error rate 100. Where no value is worst,
+its seed is left out, which the effect reports, and then nothing is decided.
 """
 
 from __future__ import annotations
@@ -12,22 +13,90 @@ import re
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from microclip.report.statistics import Estimate, estimate
-from microclip_lab.reproduction import gradients
-from microclip_lab.reproduction.arms import Arm
-from microclip_lab.reproduction.quantities import (
-    CosineGap,
-    CosineLevel,
-    Gain,
-    Quantity,
-    Rise,
-    Slope,
-    Speed,
-)
+from microclip_lab.reproduction import gradient_snapshots as gradients
 from microclip_lab.reproduction.records import Record, Records
 from microclip_lab.reproduction.study import Study
-from microclip_lab.reproduction.tasks import Task
+from microclip_lab.reproduction.tasks import PLAIN, Arm, Task
+
+Cosine = Literal["dragger_benign", "benign_benign", "dragger_dragger"]
+Orientation = Literal["dragger_over_benign", "benign_over_dragger"]
+
+
+@dataclass(frozen=True)
+class Gain:
+    """How much better an arm is than another: points of accuracy, or of error rate saved.
+
+    Of several arms, the one with the best mean validation figure over the evaluation seeds counts,
+    so that test data does not select it.
+    """
+
+    task: str
+    arms: tuple[str, ...]
+    against: str = PLAIN
+    figures: tuple[str, ...] = ()  # the mean of these; default: the task's figure
+
+
+@dataclass(frozen=True)
+class Rise:
+    """How much higher a figure is in an arm than in another, in points."""
+
+    task: str
+    arm: str
+    figure: str
+    against: str = PLAIN
+
+
+@dataclass(frozen=True)
+class CosineGap:
+    """A mean cosine minus another, over all snapshots of an arm's runs but the first."""
+
+    task: str
+    one: Cosine
+    other: Cosine
+    arm: str = PLAIN
+
+
+@dataclass(frozen=True)
+class CosineLevel:
+    """A mean cosine, over all snapshots of an arm's runs but the first."""
+
+    task: str
+    which: Cosine
+    arm: str = PLAIN
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Binary logarithm of the ratio of steps that another arm and this one need.
+
+    Counted until each first reaches the worse of both runs' best validation figures, so that both
+    do. 1: half the steps; 0: as many; -1: twice as many.
+    """
+
+    task: str
+    arm: str
+    against: str = PLAIN
+
+
+@dataclass(frozen=True)
+class Slope:
+    """How a ratio of norms changes with b: slope of its logarithm over that of b.
+
+    At the last snapshot ("step"), or at the loss of benign examples that the slowest arm ends with
+    ("loss"), interpolated between snapshots.
+    """
+
+    task: str
+    arms: tuple[str, ...]  # by ascending b; plain training counts as b = B
+    orientation: Orientation
+    matched: Literal["step", "loss"]
+
+
+Quantity = Gain | Rise | CosineGap | CosineLevel | Speed | Slope
+
 
 PERCENT = 100.0
 ERROR_RATE = re.compile(r"(?:^|_)[wc]er(?:_|$)")
@@ -38,25 +107,25 @@ Runs = Mapping[int, Record]  # by seed
 
 @dataclass(frozen=True)
 class Effect:
-    """A quantity as the records have it."""
+    """The value of a quantity in the records."""
 
     values: Mapping[int, float]  # by seed
-    estimate: Estimate | None  # over seeds; None if fewer than two of them have a value
-    records: tuple[str, ...]  # ids of the runs it was made of
+    estimate: Estimate | None  # over seeds; None with fewer than two values
+    records: tuple[str, ...]  # ids of its runs
     unit: str  # "points", "cosine", "halvings", "slope"
-    seeds: int  # as many as were planned
-    arm: str | None = None  # which one was taken of several
-    diverged: tuple[str, ...] = ()  # ids of runs that count as the worst there is
+    seeds: int  # the planned number
+    arm: str | None = None  # the selected one of several
+    diverged: tuple[str, ...] = ()  # ids of runs that count as the worst possible
     left_out: Mapping[int, str] = field(default_factory=dict)  # why, by seed
 
     @property
     def is_complete(self) -> bool:
-        """Whether all seeds that were planned are there, with or without a value."""
+        """Whether all planned seeds are there, with or without a value."""
         return len(self.values) + len(self.left_out) >= self.seeds
 
 
 def effect(study: Study, records: Records, quantity: Quantity) -> Effect | None:
-    """Return what the records say of a quantity; None if fewer than two seeds are complete."""
+    """Return the value of a quantity; None if fewer than two seeds are complete."""
     task = next((task for task in study.tasks if task.name == quantity.task), None)
     if task is None:
         return None
@@ -77,7 +146,7 @@ def effect(study: Study, records: Records, quantity: Quantity) -> Effect | None:
 
 
 def is_error_rate(figure: str) -> bool:
-    """Say whether less of a figure is better.
+    """Return whether a lower figure is better.
 
     >>> is_error_rate("best_test_canary_wer_x4"), is_error_rate("best_test_accuracy_tweets")
     (True, False)
@@ -87,12 +156,12 @@ def is_error_rate(figure: str) -> bool:
     if ACCURACY.search(figure):
         return False
     raise ValueError(
-        f"Gains are in points of accuracy, WER or CER, but {figure!r} is the name of none of them."
+        f"Gains are in points of accuracy, WER or CER, but {figure!r} is none of them."
     )
 
 
 def points(record: Record, figure: str) -> float | None:
-    """Return a figure in points, the worst there is if the run diverged; None if it has none."""
+    """Return a figure in points, the worst possible if the run diverged; None if missing."""
     if not record.diverged and figure not in record.metrics:
         return None
     value = record.figure(figure)
@@ -102,7 +171,7 @@ def points(record: Record, figure: str) -> float | None:
 
 
 def went_wrong(record: Record, figures: Sequence[str]) -> bool:
-    """Say whether a run diverged, or has a figure that is not finite."""
+    """Return whether a run diverged or has a non-finite figure."""
     return bool(record.diverged) or not all(
         math.isfinite(record.figure(name)) for name in figures if name in record.metrics
     )
@@ -110,7 +179,7 @@ def went_wrong(record: Record, figures: Sequence[str]) -> bool:
 
 @dataclass(frozen=True)
 class _Found:
-    """The runs of a task that its arms are compared by."""
+    """The evaluation runs of a task."""
 
     study: Study
     records: Records
@@ -120,7 +189,7 @@ class _Found:
         return self.study.evaluated(self.task, self.task.arm(arm), self.records)
 
     def is_lost(self, arm: Arm) -> bool:
-        """Say whether an arm diverged with every value, so that there is nothing to compare."""
+        """Return whether an arm diverged with every value, so that there is nothing to compare."""
         settled = self.study.is_settled(self.task, arm, self.records)
         return (
             settled
@@ -129,7 +198,7 @@ class _Found:
         )
 
     def together(self, *runs: Runs) -> list[int]:
-        """Return the seeds that all have, fewer than two being none."""
+        """Return the seeds that all have; empty if fewer than two."""
         common = sorted(set.intersection(*(set(each) for each in runs)))
         return common if len(common) > 1 else []
 
@@ -181,7 +250,7 @@ def _gain(found: _Found, quantity: Gain) -> Effect | None:
         ends = [(points(ours[seed], name), points(against[seed], name)) for name in figures]
         known = [(mine, theirs) for mine, theirs in ends if mine is not None and theirs is not None]
         if len(known) < len(figures):
-            return None  # the plan asks for a figure that these runs do not have
+            return None  # these runs lack a planned figure
         values[seed] = statistics.fmean(
             theirs - mine if is_error_rate(name) else mine - theirs
             for name, (mine, theirs) in zip(figures, known, strict=True)
@@ -201,7 +270,7 @@ def _rise(found: _Found, quantity: Rise) -> Effect | None:
         pair = ours[seed], against[seed]
         mine, theirs = (points(record, quantity.figure) for record in pair)
         wrong = [record.id for record in pair if went_wrong(record, [quantity.figure])]
-        if wrong:  # a higher figure may be what is hoped for: no model, no merit
+        if wrong:  # a higher figure may be the goal, and a diverged run must not achieve it
             left_out[seed] = f"{' and '.join(wrong)} diverged"
         elif mine is None or theirs is None:
             return None

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from microclip_lab.reproduction.arms import PLAIN
 from microclip_lab.reproduction.records import Records
 from microclip_lab.reproduction.study import Study
+from microclip_lab.reproduction.tasks import PLAIN
 
 # Table 5 of the paper: accuracy plain and clipped, sentences in training, in the validation set
 TABLE_5: Mapping[str, tuple[float, float, int, int]] = {
@@ -36,7 +36,7 @@ class Remark:
 
 
 @dataclass(frozen=True)
-class Undertaking:
+class FullScale:
     """An experiment of the paper at its own scale."""
 
     what: str
@@ -125,10 +125,10 @@ def remarks(study: Study, records: Records) -> tuple[Remark, ...]:
     )
 
 
-def undertakings(study: Study) -> tuple[Undertaking, ...]:
+def full_scale_experiments(study: Study) -> tuple[FullScale, ...]:
     """Return what the paper's own scale would take, beside what was done here."""
     return (
-        Undertaking(
+        FullScale(
             "Figures 1 and 2, Tables 2 and 3",
             "Conformer XL with 600 million parameters, pre-trained by BEST-RQ on LibriLight; "
             "LibriSpeech with canaries; B = 512, 20,000 steps; 3 runs",
@@ -137,7 +137,7 @@ def undertakings(study: Study) -> tuple[Undertaking, ...]:
             "some 10 sizes and rules x 3 rates, then 5 seeds each: microclip train speech "
             "--preset paper --data LibriSpeech",
         ),
-        Undertaking(
+        FullScale(
             "Table 4",
             "DeiT-B on ImageNet, B = 4096, b = 32, 300 epochs; 1 run",
             f"a small ViT on CIFAR-10N ({scale(study, 'cifar10n')}) and on digits "
@@ -145,7 +145,7 @@ def undertakings(study: Study) -> tuple[Undertaking, ...]:
             "ImageNet and 5 seeds x 2 arms of 300 epochs, after rates are chosen: microclip train "
             "vision --preset paper --data imagenet",
         ),
-        Undertaking(
+        FullScale(
             "Tables 5 and 6",
             "T5 of unknown size, pre-trained on C4, on SuperGLUE, B = 2048, b = 16; 1 run",
             "a small T5 from scratch on VADER's four domains in the ratio 20 : 4 : 2 : 1 "

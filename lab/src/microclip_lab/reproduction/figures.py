@@ -9,8 +9,8 @@ from typing import Any
 from microclip.report.blocks import Drawing
 from microclip.report.figures import Look, escaped, look, rounded, strip, titled
 from microclip.report.statistics import Estimate
-from microclip_lab.reproduction.arms import PLAIN
 from microclip_lab.reproduction.record_tables import ArmRow
+from microclip_lab.reproduction.tasks import PLAIN
 from microclip_lab.reproduction.theory_part import RateTable
 
 Trace = dict[str, Any]

@@ -7,16 +7,14 @@ from collections.abc import Mapping, Sequence
 from microclip.report.blocks import Block, Cell, Paragraph, Table
 from microclip.report.statistics import Estimate
 from microclip_lab.reproduction import wording
-from microclip_lab.reproduction.arms import PLAIN
-from microclip_lab.reproduction.effects import Effect
-from microclip_lab.reproduction.quantities import Gain
-from microclip_lab.reproduction.record_tables import BEST, LAST, ArmRow
+from microclip_lab.reproduction.effects import Effect, Gain
+from microclip_lab.reproduction.record_tables import BEST, LAST, ArmRow, View
+from microclip_lab.reproduction.tasks import PLAIN
 from microclip_lab.reproduction.theory_part import RateTable
 from microclip_lab.reproduction.verdicts import PartVerdict, told
-from microclip_lab.reproduction.view import View
 
 SIZES = ("b1", "b2", "b4", "b8", "b16", "b32")
-INSIDE = ("speech", "cifar10n", "digits")  # tasks whose gradients are looked at
+SNAPSHOT_TASKS = ("speech", "cifar10n", "digits")  # tasks whose gradients are looked at
 HALF = "± is half of the 95 % interval over seeds; marked gains have an interval without 0."
 
 
@@ -178,7 +176,7 @@ def rates(table: RateTable, place: int) -> list[Block]:
 def cosine_table(view: View) -> Block:
     """Return mean cosines of the three kinds of pairs, by task and moment."""
     rows = []
-    for name in INSIDE:
+    for name in SNAPSHOT_TASKS:
         ids = wording.runs(view.runs(name, PLAIN))
         for step, found in view.moments.get(name, {}).get(PLAIN, {}).items():
             rows.append(

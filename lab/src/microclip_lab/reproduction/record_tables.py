@@ -5,26 +5,29 @@ Figures are in points, with 95 % intervals over seeds; a run that diverged count
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from microclip.report.statistics import Estimate, estimate
-from microclip_lab.reproduction import gradients
-from microclip_lab.reproduction.arms import PLAIN, Arm
+from microclip_lab.reproduction import gradient_snapshots as gradients
 from microclip_lab.reproduction.effects import (
     ACCURACY,
     ERROR_RATE,
     PERCENT,
     Effect,
+    Gain,
+    Orientation,
+    Quantity,
     effect,
     microbatch_size,
     points,
 )
-from microclip_lab.reproduction.quantities import Gain, Orientation
 from microclip_lab.reproduction.records import Record, Records
 from microclip_lab.reproduction.study import Study
-from microclip_lab.reproduction.tasks import EVALUATION_SEED, TUNING_SEED, Task
+from microclip_lab.reproduction.tasks import EVALUATION_SEED, PLAIN, TUNING_SEED, Arm, Task, tasks
+from microclip_lab.reproduction.verdicts import ClaimVerdict, PartVerdict, controls, judge
 
 BEST, LAST = "best_test_", "test_"  # at the checkpoint that validation chose; after the last step
 COSINES = ("dragger_benign", "benign_benign", "dragger_dragger")
@@ -134,7 +137,7 @@ def moments(
     """Return figures of gradients by arm, step and name: means over seeds."""
     found: dict[str, dict[int, dict[str, Estimate]]] = {}
     for arm in task.arms:
-        if not arm.looks_inside:
+        if not arm.takes_snapshots:
             continue
         runs = study.evaluated(task, arm, records).values()
         everything = [moment for record in runs for moment in record.moments]
@@ -154,7 +157,7 @@ def moments(
 def ratios(study: Study, records: Records, task: Task) -> list[Ratio]:
     """Return c-hat of plain training and of each size, from the smallest; as Table 3 has it."""
     arms = sorted(
-        (arm for arm in task.arms if arm.looks_inside),
+        (arm for arm in task.arms if arm.takes_snapshots),
         key=lambda arm: (microbatch_size(task, arm), arm.name),
     )
     runs = {arm.name: study.evaluated(task, arm, records) for arm in arms}
@@ -274,3 +277,77 @@ def _on_curve(task: Task, record: Record, step: int) -> float | None:
 
 def _known(values: Sequence[float | None]) -> list[float]:
     return [value for value in values if value is not None and math.isfinite(value)]
+
+
+@dataclass(frozen=True, eq=False)
+class View:
+    """A study with its records."""
+
+    study: Study
+    records: Records
+
+    @functools.cached_property
+    def claims(self) -> tuple[ClaimVerdict, ...]:
+        """The verdicts."""
+        return judge(self.study, self.records)
+
+    @functools.cached_property
+    def controls(self) -> tuple[PartVerdict, ...]:
+        """The controls."""
+        return controls(self.study, self.records)
+
+    @functools.cached_property
+    def rows(self) -> Mapping[str, list[ArmRow]]:
+        """The arms by task."""
+        return {t.name: arm_rows(self.study, self.records, t) for t in self.study.tasks}
+
+    @functools.cached_property
+    def trials(self) -> Mapping[str, list[Trial]]:
+        """What was tuned, by task."""
+        return {t.name: trials(self.study, self.records, t) for t in self.study.tasks}
+
+    @functools.cached_property
+    def curves(self) -> Mapping[str, dict[str, dict[int, Estimate]]]:
+        """Validation figures by task, arm and step."""
+        return {t.name: curves(self.study, self.records, t) for t in self.study.tasks}
+
+    @functools.cached_property
+    def moments(self) -> Mapping[str, dict[str, dict[int, dict[str, Estimate]]]]:
+        """Figures of gradients by task, arm, step and name."""
+        return {t.name: moments(self.study, self.records, t) for t in self.study.tasks}
+
+    @functools.cached_property
+    def ratios(self) -> Mapping[str, list[Ratio]]:
+        """The two c-hats by task."""
+        return {t.name: ratios(self.study, self.records, t) for t in self.study.tasks}
+
+    @functools.cached_property
+    def domain_weights(self) -> Mapping[str, dict[str, dict[str, Estimate]]]:
+        """What examples of a domain weighed, by task, arm and domain."""
+        return {t.name: domain_weights(self.study, self.records, t) for t in self.study.tasks}
+
+    def task(self, name: str) -> Task:
+        """Return a task."""
+        return self.study.task(name)
+
+    def claim(self, name: str) -> ClaimVerdict:
+        """Return the verdict on a claim."""
+        return next(found for found in self.claims if found.claim.id == name)
+
+    def effect(self, quantity: Quantity) -> Effect | None:
+        """Return an effect that no claim speaks of."""
+        return effect(self.study, self.records, quantity)
+
+    def runs(self, task: str, arm: str) -> tuple[str, ...]:
+        """Return the ids of the runs that an arm is judged by."""
+        return next((row.records for row in self.rows.get(task, ()) if row.arm.name == arm), ())
+
+    def done(self, task: str) -> list[ArmRow]:
+        """Return the arms of a task that have been run, or cannot be."""
+        return [row for row in self.rows.get(task, ()) if row.figures or row.is_lost]
+
+
+def is_default_plan(study: Study) -> bool:
+    """Say whether tasks are those of the default plan; verdicts on shorter ones mean nothing."""
+    whole = {task.name: task for task in tasks()}
+    return all(whole.get(task.name) == task for task in study.tasks)

@@ -17,15 +17,14 @@ from typing import Any
 from microclip.files import write_whole
 from microclip.report.statistics import Estimate
 from microclip_lab.reproduction import record_tables
-from microclip_lab.reproduction.arms import Arm
 from microclip_lab.reproduction.claims import Part
 from microclip_lab.reproduction.effects import Effect
+from microclip_lab.reproduction.record_tables import is_default_plan
 from microclip_lab.reproduction.records import Records
 from microclip_lab.reproduction.study import Study
-from microclip_lab.reproduction.tasks import Task
+from microclip_lab.reproduction.tasks import Arm, Task
 from microclip_lab.reproduction.theory_part import failing_statements, rate_tables
 from microclip_lab.reproduction.verdicts import ClaimVerdict, PartVerdict, controls, judge, told
-from microclip_lab.reproduction.view import is_the_plan
 
 FILE = "results.json"
 FORMAT = 1
@@ -46,7 +45,7 @@ def summary(study: Study, records: Records) -> dict[str, Any]:
     return {
         "format": FORMAT,
         "command": COMMAND,
-        "plan": "default" if is_the_plan(study) else "shorter",
+        "plan": "default" if is_default_plan(study) else "shorter",
         "runs": progress(study, records),
         "core_seconds": core_seconds(records),
         "made_with": environments(records),

@@ -1,60 +1,155 @@
-"""Doing one run of the reproduction, from its job to its record.
+"""Running one job of the reproduction, from its spec to its record, and the worker that does so.
 
-Knows how arms change a recipe and its training; which runs there are, and who does them, is the
-business of other rooms.
+Knows how arms change a recipe and its training. Which runs there are is defined in `study`.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from microclip.files import write_whole
 from microclip.report.runs import read_run
 from microclip.rules import Rule
-from microclip_lab.reproduction.arms import Arm
-from microclip_lab.reproduction.gradient_snapshots import look
-from microclip_lab.reproduction.jobs import Job
-from microclip_lab.reproduction.machine import machine_class, versions
-from microclip_lab.reproduction.records import Record, Records
-from microclip_lab.reproduction.replay import Replay
-from microclip_lab.reproduction.study import Study
-from microclip_lab.reproduction.tasks import INSIDE, Task
+from microclip_lab.jobs.job_queue import Claim, JobQueue
+from microclip_lab.jobs.plan import QueueState, Result, status
+from microclip_lab.jobs.progress import Status
+from microclip_lab.jobs.worker_loop import wait_for_lock, work
+from microclip_lab.reproduction.gradient_snapshots import take_snapshot
+from microclip_lab.reproduction.records import (
+    Job,
+    Record,
+    Records,
+    RecordStore,
+    machine_class,
+    versions,
+    write,
+)
+from microclip_lab.reproduction.study import Study, score
+from microclip_lab.reproduction.tasks import SNAPSHOTS_AT, Arm, Task
 from microclip_lab.training.checkpoints import WEIGHTS, Checkpoints
 from microclip_lab.training.config import DivergedError, Training
 from microclip_lab.training.recipe import Recipe
 from microclip_lab.training.run_logger import FACTS, settings
 from microclip_lab.training.train import Finished, Watch, train
 
+
+class Replay(Rule):
+    """A control: rescale the whole gradient to the norm of another run's step.
+
+    If clipping only changed step lengths, this would do as well. It needs one micro-batch per step,
+    b = B. The first step gets the first length; checkpoints know which one is next. Zero gradients,
+    which have no direction, stay zero.
+
+    >>> rule = Replay([0.5, 2.0])
+    >>> rule.weights(torch.tensor([4.0]), torch.tensor([32.0]))
+    tensor([0.1250])
+    >>> rule.observe(torch.tensor([4.0]), torch.tensor([32.0]))  # the step is finished
+    >>> rule.weights(torch.tensor([4.0]), torch.tensor([32.0]))
+    tensor([0.5000])
+
+    Args:
+        lengths: One per step.
+    """
+
+    def __init__(self, lengths: Sequence[float]) -> None:
+        self.lengths = tuple(float(length) for length in lengths)
+        for step, length in enumerate(self.lengths, start=1):
+            if not math.isfinite(length) or length < 0:
+                raise ValueError(
+                    "Gradient lengths must be finite and 0 or more, but that of step "
+                    f"{step} of {len(self.lengths)} is {length}. Replay a run that did not diverge."
+                )
+        self.step = 0  # finished steps
+        self._judged = False  # whether this step's gradient has its weight
+
+    def __repr__(self) -> str:
+        return f"Replay({len(self.lengths)} lengths)"
+
+    def weights(self, norms: Tensor, sizes: Tensor) -> Tensor:
+        """Return length/norm."""
+        length = self._length(norms)
+        self._judged = True
+        return length / norms
+
+    def factor(self, norms: Tensor) -> Tensor:
+        """Return 1/norm."""
+        return 1 / norms
+
+    def bound(self, norms: Tensor, sizes: Tensor) -> Tensor:
+        """Return the length, whatever the norm."""
+        return torch.full_like(norms[0], self._length(norms))
+
+    def observe(self, norms: Tensor, sizes: Tensor) -> None:
+        """Advance to the next length."""
+        if not self._judged:  # a second domain of the same step
+            raise ValueError(
+                "Replay rescales the whole gradient of a step, but the mini-batch has several "
+                "domains. Train without by_domain, that is without domains=."
+            )
+        self._judged = False
+        self.step += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the number of finished steps."""
+        return {"step": self.step}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a checkpoint."""
+        if set(state) != {"step"}:
+            raise ValueError(
+                f"Replay's state has the entry 'step', but the checkpoint holds {sorted(state)}."
+            )
+        self.step = int(state["step"])
+        self._judged = False
+
+    def _length(self, norms: Tensor) -> float:
+        if len(norms) != 1:
+            raise ValueError(
+                f"Replay rescales the whole gradient of a step, but got {len(norms)} "
+                "micro-batches. Set microbatch_size to the batch size, without chunk_size."
+            )
+        if self.step >= len(self.lengths):
+            raise ValueError(
+                f"Replay has the lengths of {len(self.lengths)} steps, but this is step "
+                f"{self.step + 1}. Train for no more steps than the replayed run."
+            )
+        return self.lengths[self.step]
+
+
 COURSE = {"bound": "microclip/bound", "gradient_norm": "gradient_norm"}
 SHARE = "microclip/weight_share/"
 
 
 @dataclass(frozen=True)
-class Order:
-    """A job in the terms of the training program."""
+class RunSpec:
+    """A job, translated for the training loop."""
 
     task: Task
     arm: Arm
     job: Job
     recipe: Recipe[Any, Any]
     training: Training
-    rule: Rule | None  # one that has no name
+    rule: Rule | None  # a rule object without a name
 
 
-def order_of(study: Study, job: Job, records: Records) -> Order:
-    """Return what is to be trained, and how, given the runs that it builds on."""
+def spec_of(study: Study, job: Job, records: Records) -> RunSpec:
+    """Return what to train and how, given the runs it builds on."""
     task = study.task(job.task)
     arm = task.arm(job.arm)
     rate = study.rate(task, arm, job.value, records)
     if rate is None:
-        raise ValueError(f"{job.id} has no learning rate: the runs that it builds on are missing.")
+        raise ValueError(f"{job.id} has no learning rate: the runs it builds on are missing.")
     changes: dict[str, Any] = {**arm.training, "learning_rate": rate, "seed": job.seed}
     if arm.tuned == "max_grad_norm":
         changes["max_grad_norm"] = job.value
@@ -73,58 +168,58 @@ def order_of(study: Study, job: Job, records: Records) -> Order:
     if arm.keeps_course:
         changes["log_every"] = 1
     recipe: Any = task.recipe
-    return Order(
+    return RunSpec(
         task, arm, job, replace(recipe, **of_recipe), replace(task.training, **changes), rule
     )
 
 
-def carry_out(order: Order, folder: Path, watch: Watch | None = None) -> Record:
-    """Train, looking inside on the way if the arm wants that; go on if it was begun before.
+def run_job(spec: RunSpec, folder: Path, watch: Watch | None = None) -> Record:
+    """Train or resume, with gradient snapshots if the arm takes them, and return the record.
 
     Args:
-        order: What is to be done.
-        folder: Of the run; it is of no use any more when the record is written.
-        watch: Hears of every look at the validation data.
+        spec: What to do.
+        folder: The folder of the run; not needed after the record is written.
+        watch: Called after every evaluation on validation data.
     """
     began = time.monotonic()
-    training = replace(order.training, out=folder, resume=True)
+    training = replace(spec.training, out=folder, resume=True)
     moments: tuple[Mapping[str, Any], ...] = ()
     diverged, finished = "", None
     try:
-        if order.arm.looks_inside and order.job.stage == "evaluation":
-            moments = _along_the_way(order, training, watch)
-        finished = train(order.recipe, training, watch=watch, rule=order.rule)
+        if spec.arm.takes_snapshots and spec.job.stage == "evaluation":
+            moments = _train_with_snapshots(spec, training, watch)
+        finished = train(spec.recipe, training, watch=watch, rule=spec.rule)
     except DivergedError as error:
-        # where the folder was is nobody's business, and another place no difference
+        # records must not depend on where the folder was
         diverged = str(error).replace(str(folder), "its folder")
-    return _record(order, training, finished, diverged, moments, time.monotonic() - began)
+    return _record(spec, training, finished, diverged, moments, time.monotonic() - began)
 
 
-def _along_the_way(
-    order: Order, training: Training, watch: Watch | None
+def _train_with_snapshots(
+    spec: RunSpec, training: Training, watch: Watch | None
 ) -> tuple[Mapping[str, Any], ...]:
-    """Train up to each moment and look at gradients; what was seen survives a break."""
+    """Train to each snapshot and take it; snapshots survive an interruption."""
     assert training.out is not None
     assert training.evaluate_every is not None
     seen = training.out / "moments.json"
-    # None where there was too little to see: it has its place, so that no step is mistaken
+    # None where there were too few examples, so that indices stay right
     found: list[Mapping[str, Any] | None] = (
         json.loads(seen.read_text(encoding="utf-8")) if seen.exists() else []
     )
-    data = order.recipe.load(training.seed)
-    for number in INSIDE[len(found) :]:
+    data = spec.recipe.load(training.seed)
+    for number in SNAPSHOTS_AT[len(found) :]:
         step = number * training.evaluate_every
-        train(order.recipe, training, until=step, watch=watch, rule=order.rule)
+        train(spec.recipe, training, until=step, watch=watch, rule=spec.rule)
         checkpoint = Checkpoints(training.out).last()
         assert checkpoint is not None
-        moment = look(order.recipe, data, checkpoint, step, training.seed)
+        moment = take_snapshot(spec.recipe, data, checkpoint, step, training.seed)
         found.append(None if moment is None else moment.to_json())
         write_whole(seen, json.dumps(found).encode())
     return tuple(moment for moment in found if moment is not None)
 
 
 def _record(
-    order: Order,
+    spec: RunSpec,
     training: Training,
     finished: Finished | None,
     diverged: str,
@@ -135,33 +230,33 @@ def _record(
     run = read_run(training.out)
     facts = json.loads((training.out / FACTS).read_text(encoding="utf-8"))
     return Record(
-        job=order.job,
-        settings=settings_of(order),
+        job=spec.job,
+        settings=settings_of(spec),
         metrics={} if finished is None else dict(finished.metrics),
-        curve=dict(run.metrics.get(f"validation_{order.recipe.headline}", {})),
+        curve=dict(run.metrics.get(f"validation_{spec.recipe.headline}", {})),
         best_step=None if finished is None else finished.best_step,
         weights="" if finished is None else fingerprint(training.out),
         diverged=diverged,
         moments=moments,
-        course=_course(run.metrics) if order.arm.keeps_course else {},
+        course=_course(run.metrics) if spec.arm.keeps_course else {},
         domain_weights=_domain_weights(run.metrics, facts) if training.by_domain else {},
         facts=facts,
         made={**versions(), **machine_class(), "seconds": round(seconds, 1)},
     )
 
 
-def settings_of(order: Order) -> dict[str, Any]:
-    """Return everything that a run is done with, but for what nothing depends on."""
+def settings_of(spec: RunSpec) -> dict[str, Any]:
+    """Return all settings that the results of a run depend on."""
     return {
-        "recipe": order.recipe.name,
-        **settings(order.recipe, order.training),
-        "microbatch_size": order.training.microbatch_size,
-        "seed": order.training.seed,
+        "recipe": spec.recipe.name,
+        **settings(spec.recipe, spec.training),
+        "microbatch_size": spec.training.microbatch_size,
+        "seed": spec.training.seed,
     }
 
 
 def fingerprint(run: Path) -> str:
-    """Return the SHA-256 of a run's last weights: names, kinds and numbers."""
+    """Return the SHA-256 of a run's last weights: names, dtypes, shapes and values."""
     from safetensors.torch import load_file
 
     last = Checkpoints(run).last()
@@ -174,7 +269,7 @@ def fingerprint(run: Path) -> str:
 
 
 def tidy_up(folder: Path) -> None:
-    """Throw a run's folder away, after its record is written."""
+    """Delete a run's folder, after its record is written."""
     shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -189,10 +284,54 @@ def _course(metrics: Mapping[str, Mapping[int, float]]) -> dict[str, tuple[float
 def _domain_weights(
     metrics: Mapping[str, Mapping[int, float]], facts: Mapping[str, Any]
 ) -> dict[str, float]:
-    """Return what an example of each domain weighed on average; 1 is the average example."""
+    """Return the mean weight of an example of each domain; the overall average is 1."""
     sizes: Mapping[str, int] = facts["training examples by domain"]
     steps = len(metrics["loss"])
     return {
         domain: sum(metrics.get(SHARE + domain, {}).values()) / steps / (size / sum(sizes.values()))
         for domain, size in sizes.items()
     }
+
+
+@dataclass(frozen=True)
+class Worker:
+    """Runs the jobs of a study. The record store is the truth; the queue only assigns jobs."""
+
+    study: Study
+    queue: JobQueue[Job]
+    store: RecordStore
+    runs: Path  # parent of temporary run folders
+    report: Callable[[Status], None]
+
+    def work(self) -> None:
+        """Run jobs, together with other workers, until the plan is complete."""
+        work(self.study, self.queue, self.look, self._do, self.report)
+
+    def look(self) -> QueueState[Job, Record]:
+        """Return the current state of all jobs."""
+        state = self.queue.state()
+        return QueueState(self.store.records(), state.running, state.broken)
+
+    def _do(self, claim: Claim[Job], state: QueueState[Job, Record]) -> tuple[Result, float]:
+        job = claim.job
+        if self.store.has(job):  # another worker finished it meanwhile
+            record = self.store.records()[job]
+        else:
+            record = self._run_job(claim, state)
+            write(self.store.folder, record)
+            tidy_up(self.runs / job.id)
+        value = score(self.study.task(job.task), record)
+        return Result(job.id, record.metrics, record.curve), value
+
+    def _run_job(self, claim: Claim[Job], state: QueueState[Job, Record]) -> Record:
+        job = claim.job
+        spec = spec_of(self.study, job, state.finished)
+        headline = f"validation_{spec.recipe.headline}"
+
+        def watch(step: int, figures: dict[str, float]) -> None:
+            self.queue.note(claim, step, figures[headline])
+            # the jobs of others are updated when this one ends
+            running = {**state.running, job: step}
+            self.report(status(self.study, replace(state, running=running)))
+
+        return wait_for_lock(lambda: run_job(spec, self.runs / job.id, watch))

@@ -1,9 +1,9 @@
-"""Which runs the reproduction consists of, given those that are finished. Pure functions.
+"""The plan: which runs come next, given the finished ones. Pure functions.
 
-First every arm is trained with a few values of its tuned number, on seeds that are used for nothing
-else; the value with the best mean validation figure is taken, and the grid grows if that is at its
-edge. Test data plays no part in it. With its own value each arm is trained on the evaluation seeds,
-the same ones for all arms of a task.
+First every arm is trained with a few values of its tuned hyperparameter, on seeds that are used for
+nothing else; the value with the best mean validation figure wins, and the grid grows if that is at
+its edge. Test data plays no part. Then each arm is trained with its value on the evaluation seeds,
+the same for all arms of a task.
 """
 
 from __future__ import annotations
@@ -13,10 +13,8 @@ import statistics
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from microclip_lab.reproduction.arms import Arm
-from microclip_lab.reproduction.jobs import Job
-from microclip_lab.reproduction.records import Record, Records
-from microclip_lab.reproduction.tasks import EVALUATION_SEED, TUNING_SEED, Task
+from microclip_lab.reproduction.records import Job, Record, Records
+from microclip_lab.reproduction.tasks import EVALUATION_SEED, TUNING_SEED, Arm, Task
 from microclip_lab.sweep.grid import best_rate, rates_to_try
 
 
@@ -31,7 +29,7 @@ class Study:
         return next(task for task in self.tasks if task.name == name)
 
     def missing(self, records: Records) -> list[Job]:
-        """Return the runs that can and must be done next; none: all is done."""
+        """Return the runs to do next; empty when all are done."""
         return [
             job
             for task, arm in self._arms()
@@ -40,7 +38,7 @@ class Study:
         ]
 
     def expected(self, records: Records) -> list[Job]:
-        """Return all runs, as far as they are known by now; grids may still grow."""
+        """Return all runs that are known so far; grids may still grow."""
         jobs: list[Job] = []
         for task, arm in self._arms():
             if arm.tuned is not None and len(first_values(task, arm)) > 1:
@@ -62,17 +60,17 @@ class Study:
         return jobs
 
     def work(self, job: Job) -> float:
-        """Return about how many seconds a run takes on one core."""
+        """Return the approximate duration of a run on one core, in seconds."""
         return self.task(job.task).seconds
 
     def work_done(self, job: Job, step: int) -> float:
-        """Return about how many of them have gone by after so many steps."""
+        """Return about how many of them have passed at this step."""
         task = self.task(job.task)
         steps: int = task.arm(job.arm).training.get("steps", task.training.steps)
         return task.seconds * min(1.0, step / steps)
 
     def scores(self, task: Task, arm: Arm, records: Records) -> dict[float, float]:
-        """Return how good each value is that was tried on all tuning seeds; more is better."""
+        """Return the score of each value that was tried on all tuning seeds; higher is better."""
         found: dict[float, float] = {}
         tried = {
             job.value
@@ -89,13 +87,13 @@ class Study:
         return found
 
     def is_settled(self, task: Task, arm: Arm, records: Records) -> bool:
-        """Say whether it is known with which value an arm is evaluated."""
+        """Return whether the value of an arm is known."""
         if not all(self.is_settled(task, task.arm(name), records) for name in arm.needs):
             return False
         return arm.tuned is None or not _to_try(task, arm, self.scores(task, arm, records))
 
     def chosen(self, task: Task, arm: Arm, records: Records) -> float | None:
-        """Return the value of a settled arm; None: it has none, or diverged with every one."""
+        """Return the value of a settled arm; None if it has none, or diverged with all of them."""
         if arm.tuned is None:
             return None
         values = first_values(task, arm)
@@ -106,26 +104,26 @@ class Study:
         return None if scores[best] == -math.inf else best
 
     def rate(self, task: Task, arm: Arm, value: float | None, records: Records) -> float | None:
-        """Return the learning rate that an arm has with a value; None: nothing went well."""
+        """Return the learning rate of an arm with this value; None if all diverged."""
         if arm.rate_of is None:
             return value
         other = task.arm(arm.rate_of)
         return self.rate(task, other, self.chosen(task, other, records), records)
 
     def evaluation(self, task: Task, arm: Arm, value: float | None) -> list[Job]:
-        """Return the runs that an arm is compared by."""
+        """Return the evaluation runs of an arm."""
         seeds = range(EVALUATION_SEED, EVALUATION_SEED + task.seeds)
         return [Job(task.name, arm.name, "evaluation", value, seed) for seed in seeds]
 
     def evaluated(self, task: Task, arm: Arm, records: Records) -> dict[int, Record]:
-        """Return the records that an arm is compared by, by seed; those that are there."""
+        """Return the existing evaluation records of an arm, by seed."""
         if not self.is_settled(task, arm, records):
             return {}
         jobs = self.evaluation(task, arm, self.chosen(task, arm, records))
         return {job.seed: records[job] for job in jobs if job in records}
 
     def source(self, task: Task, arm: Arm, seed: int, records: Records) -> Record | None:
-        """Return the record with the same seed that a run takes something from."""
+        """Return the record that a run builds on, with the same seed."""
         name = arm.source or arm.shares_of
         return None if name is None else self.evaluated(task, task.arm(name), records).get(seed)
 
@@ -149,7 +147,7 @@ class Study:
         return [job for job in jobs if not self.lacks_source(task, arm, job.seed, records)]
 
     def lacks_source(self, task: Task, arm: Arm, seed: int, records: Records) -> bool:
-        """Say whether a run takes something from another that is not there, or diverged."""
+        """Return whether the record that a run builds on is missing or diverged."""
         if arm.source is None and arm.shares_of is None:
             return False
         source = self.source(task, arm, seed, records)
@@ -164,7 +162,7 @@ class Study:
         return settled and self.rate_is_lost(task, arm, records)
 
     def rate_is_lost(self, task: Task, arm: Arm, records: Records) -> bool:
-        """Say whether the arm whose learning rate this one has diverged with every value."""
+        """Return whether the arm that provides the learning rate diverged with every value."""
         if arm.rate_of is None:
             return False
         other = task.arm(arm.rate_of)
@@ -172,12 +170,12 @@ class Study:
 
 
 def first_values(task: Task, arm: Arm) -> tuple[float, ...]:
-    """Return the values that an arm begins with."""
+    """Return the first values of an arm."""
     return arm.values or task.rates
 
 
 def score(task: Task, record: Record) -> float:
-    """Return how good a run is on validation data; more is better."""
+    """Return the validation score of a run; higher is better."""
     value = record.figure(f"best_validation_{task.recipe.headline}")
     if record.diverged or not math.isfinite(value):
         return -math.inf

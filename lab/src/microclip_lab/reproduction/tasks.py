@@ -1,49 +1,102 @@
-"""What is trained, and in which ways: the plan of the reproduction, written before its runs.
+"""The tasks and their arms: the plan of the reproduction, written before its runs.
 
-Seeds up to 99 belong to whoever tries recipes out; none of them is used here. Every run has one
-thread and a fixed engine, so that it can be done again bit for bit.
+Seeds below 100 are left for trying out recipes. Every run has one thread and a fixed engine, so
+that it can be repeated bit for bit.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from microclip_lab.language.recipe import Language
-from microclip_lab.reproduction.arms import PLAIN, Arm, clipped
 from microclip_lab.speech.recipe import Speech
 from microclip_lab.training.config import Training
 from microclip_lab.training.recipe import Recipe
 from microclip_lab.vision.recipe import Vision
 
+Tuned = Literal["learning_rate", "max_grad_norm", "bound"]
+Replayed = Literal["gradient_norm", "bound"]
+
+PLAIN = "plain"
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One way to train a task.
+
+    Every arm has one hyperparameter that is tuned on validation data, with separate seeds: its
+    learning rate, or a clipping bound at the learning rate of another arm.
+    """
+
+    name: str  # part of folder names: lower case, digits and hyphens
+    about: str  # its description on the page
+    training: Mapping[str, Any] = field(default_factory=dict)  # changes to the task's Training
+    recipe: Mapping[str, Any] = field(default_factory=dict)  # changes to its recipe
+    tuned: Tuned | None = "learning_rate"
+    values: tuple[float, ...] = ()  # the first ones to try; default: the task's rates
+    rate_of: str | None = None  # the arm that provides the learning rate, if it is not tuned
+    replays: Replayed | None = None  # rescale plain steps to this figure of `source`
+    shares_of: str | None = None  # weight losses as this arm weighted its domains
+    source: str | None = None  # the replayed arm
+    takes_snapshots: bool = False  # of per-example gradients along the way
+    keeps_course: bool = False  # record the bound and the gradient norm of every step
+
+    def __post_init__(self) -> None:
+        if self.tuned != "learning_rate" and self.rate_of is None:
+            raise ValueError(f"The arm {self.name!r} has no learning rate: give it rate_of.")
+        if (self.replays is None) != (self.source is None):
+            raise ValueError(
+                f"The arm {self.name!r} must have both replays and source, or neither."
+            )
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """The arms that must be finished before this one."""
+        return tuple(name for name in (self.rate_of, self.source, self.shares_of) if name)
+
+
+def clipped(size: int, rule: str = "MinNorm", **changes: Any) -> Arm:
+    """Return the arm of a rule at a micro-batch size.
+
+    >>> clipped(4).name, clipped(1, "Unit").name
+    ('b4', 'unit-b1')
+    """
+    name = f"b{size}" if rule == "MinNorm" else f"{rule.lower()}-b{size}"
+    about = f"micro-batches of {size}" + ("" if rule == "MinNorm" else f", rule {rule}")
+    training = {"microbatch_size": size, "rule": rule, **changes.pop("training", {})}
+    return Arm(changes.pop("name", name), changes.pop("about", about), training, **changes)
+
+
 Scale = Literal["default", "quick", "smallest"]
 
 TUNING_SEED, EVALUATION_SEED = 100, 200  # the first of each kind
-LOOKS = 20  # at validation data in the course of a training
-FEW_LOOKS = 10  # where they take longer
-CHECKPOINT_AT = 5  # looks between two checkpoints: little is lost by a break, and little written
-INSIDE = (1, 2, 4, 8, 14, 20)  # the looks at which gradients are looked at, too
+LOOKS = 20  # evaluations per run
+FEW_LOOKS = 10  # where evaluation takes longer
+CHECKPOINT_AT = 5  # evaluations between two checkpoints
+SNAPSHOTS_AT = (1, 2, 4, 8, 14, 20)  # evaluations at which snapshots are taken
 MIXTURE = (1.0, 0.68, 0.295, 0.175)  # 20 : 4 : 2 : 1 sentences of movie, nyt, tweets, amazon
 
 
 @dataclass(frozen=True)
 class Task:
-    """Something to train, and the arms that are compared on it."""
+    """Something to train, and the arms to compare on it."""
 
     name: str
     about: str
     recipe: Recipe[Any, Any]
     training: Training  # plain
-    rates: tuple[float, ...]  # to begin with, from the smallest
+    rates: tuple[float, ...]  # the first ones to try, ascending
     arms: tuple[Arm, ...]  # plain training first
     seeds: int = 5
     tuning_seeds: int = 1
-    growth: int = 4  # values that may be tried beyond the first ones, if the best is at an edge
-    seconds: float = 60.0  # of one training on one core, about: for the time that is left
+    growth: int = 4  # extra values to try while the best is at the edge
+    seconds: float = 60.0  # approximate duration of a run on one core, for progress
 
     @property
     def figure(self) -> str:
-        """What arms are judged by: the test figure at the checkpoint that validation chose."""
+        """What arms are compared by: the test figure of the best checkpoint on validation data."""
         return f"best_test_{self.recipe.headline}"
 
     def arm(self, name: str) -> Arm:
@@ -52,7 +105,7 @@ class Task:
 
 
 def tasks(scale: Scale = "default") -> tuple[Task, ...]:
-    """Return the plan; the smaller ones only show that everything works."""
+    """Return the tasks; the smaller scales are smoke tests."""
     whole = (
         _digits(),
         _clean_digits(),
@@ -99,11 +152,11 @@ def _digits() -> Task:
     recipe, preset = Vision.presets()["default"]
     training = _training(preset)
     size = training.batch_size
-    few, many = 8, 128  # mini-batches with as many micro-batches of 1 and 16 as 32 has of 4
+    few, many = 8, 128  # mini-batches with 8 micro-batches of 1 and 16, as 32 has of 4
     arms: list[Arm] = [
-        _plain(looks_inside=True),
-        *_sizes(1, 2, 8, 16, looks_inside=True),
-        clipped(4, looks_inside=True, keeps_course=True),
+        _plain(takes_snapshots=True),
+        *_sizes(1, 2, 8, 16, takes_snapshots=True),
+        clipped(4, takes_snapshots=True, keeps_course=True),
         _whole_batch(size),
         clipped(1, "Unit"),
         clipped(4, "Unit"),
@@ -248,8 +301,8 @@ def _cifar() -> Task:
         _training(preset),
         (3e-4, 1e-3, 3e-3),
         (
-            _plain(looks_inside=True),
-            *_sizes(1, 2, 4, 8, 16, looks_inside=True),
+            _plain(takes_snapshots=True),
+            *_sizes(1, 2, 4, 8, 16, takes_snapshots=True),
             clipped(1, "Unit"),
         ),
         seconds=60,
@@ -268,8 +321,8 @@ def _speech() -> Task:
         training,
         (2.7e-3, 8e-3, 2.4e-2),
         (
-            _plain(looks_inside=True),
-            *_sizes(1, 2, 4, 8, looks_inside=True),
+            _plain(takes_snapshots=True),
+            *_sizes(1, 2, 4, 8, takes_snapshots=True),
             _whole_batch(training.batch_size),
             clipped(1, "Unit"),
             Arm("oracle", "plain training without canaries", recipe={"canaries": 0.0}),
@@ -330,10 +383,10 @@ def _movie() -> Task:
 
 
 def _shortened(task: Task, scale: Scale) -> Task:
-    """Return a task that takes seconds: few steps, little data, next to nothing tuned."""
+    """Return a version of a task that takes seconds: few steps, little data, little tuning."""
     quick = scale == "quick"
     steps = LOOKS
-    # texts are judged by the thousand, and nobody looks inside: looks are what takes time there
+    # evaluating thousands of texts dominates the time, and no snapshots are needed
     looks = 2 if isinstance(task.recipe, Language) else LOOKS
     of_data: dict[type, dict[str, Any]] = {
         Vision: {"judged_pictures": 50}
@@ -365,7 +418,7 @@ def _shortened_arm(arm: Arm, steps: int, quick: bool) -> Arm:
         arm,
         training=training,
         values=arm.values[1:] if quick else arm.values[1:2],
-        looks_inside=arm.looks_inside and (quick or arm.name in (PLAIN, "b4")),
+        takes_snapshots=arm.takes_snapshots and (quick or arm.name in (PLAIN, "b4")),
     )
 
 

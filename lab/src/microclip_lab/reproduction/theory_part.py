@@ -10,9 +10,9 @@ import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from microclip_lab.theory.bound import Bound
 from microclip_lab.theory.config import TheoryConfig
 from microclip_lab.theory.counterexamples import Claim, all_claims
+from microclip_lab.theory.rates import Bound
 from microclip_lab.theory.table import best, lines, rows
 
 RUNS = 16  # simulated trainings per row

@@ -1,4 +1,4 @@
-"""Speech: a Conformer that writes down what it hears, with canaries to measure what it memorises.
+"""The speech recipe: a Conformer with CTC, and canaries that measure memorization.
 
-Words spoken by espeak-ng, or any folder in LibriSpeech's layout.
+Data: words spoken by espeak-ng, or any folder in LibriSpeech's layout.
 """

@@ -1,8 +1,8 @@
-"""Canaries: random word strings, spoken too fast, put among the training utterances on purpose.
+"""Canaries: random word strings, spoken too fast, inserted into the training data on purpose.
 
-What a model knows of them it can only have memorised: they tell nothing that would help with
-anything else. So how well it writes down those it was trained on, against others of the same kind
-that it never met, measures memorisation; and as draggers they are known by name.
+A model can only memorize them, since they contain nothing that helps elsewhere. So its error rate
+on canaries it was trained on, compared with unseen ones of the same kind, measures memorization.
+They are also draggers that are known exactly.
 """
 
 from __future__ import annotations
@@ -15,25 +15,24 @@ import numpy as np
 
 from microclip_lab.speech.librispeech import in_split
 from microclip_lab.speech.recordings import Recording
-from microclip_lab.speech.script import spoken_strings
-from microclip_lab.speech.studio import name_of, recorded
+from microclip_lab.speech.synthesis import name_of, recorded, spoken_strings
 
-FASTER = (2.0, 4.0)  # times as fast as the others
-COPIES = (1, 2, 4, 8, 16)  # how many times one is inserted
-INSERTED = "canary x"  # and the number of copies
+FASTER = (2.0, 4.0)  # relative speaking rate
+COPIES = (1, 2, 4, 8, 16)  # how often a canary is inserted
+INSERTED = "canary x"  # followed by the number of copies
 UNSEEN = "unseen canary"
 
 
 @dataclass(frozen=True)
 class Canaries:
-    """Canaries that were recorded."""
+    """Recorded canaries."""
 
     inserted: Sequence[Recording]  # each with "canary x4", its number of copies, as its kind
-    unseen: Sequence[Recording]  # as many again, which are in no training data
-    copies: Sequence[int]  # of each that is inserted
+    unseen: Sequence[Recording]  # as many others, which are not in the training data
+    copies: Sequence[int]  # of each inserted one
 
     def copied(self) -> list[Recording]:
-        """Return what goes into the training data: every copy under a name of its own."""
+        """Return all copies for the training data, each with its own name."""
         return [
             replace(canary, name=f"canary-{number:04d}-copy-{copy:02d}-of-{copies:02d}")
             for number, (canary, copies) in enumerate(zip(self.inserted, self.copies, strict=True))
@@ -42,12 +41,12 @@ class Canaries:
 
 
 def rows_for(share: float, others: int) -> int:
-    """Return how many rows canaries must have to be that share of all, beside so many others."""
+    """Return how many canary rows make up this share, given the number of other rows."""
     return round(share * others / (1 - share))
 
 
 def copies_of(rows: int) -> list[int]:
-    """Return the numbers of copies of canaries that have so many rows together.
+    """Return the copies per canary that add up to this many rows.
 
     >>> copies_of(40)
     [1, 2, 4, 8, 16, 1, 2, 4, 2]
@@ -62,7 +61,7 @@ def copies_of(rows: int) -> list[int]:
 
 
 def is_canary(kind: str) -> bool:
-    """Say whether a recording's kind is one of those that are made here."""
+    """Return whether a kind of recording is a canary."""
     return kind.startswith(INSERTED) or kind == UNSEEN
 
 
@@ -73,7 +72,7 @@ def record(
     decibels: tuple[float, float],
     seed: int,
 ) -> Canaries:
-    """Return canaries that have so many training rows, made of these words by these speakers."""
+    """Return canaries with this many training rows, of these words, by these speakers."""
     copies = copies_of(rows)
     if not copies:
         return Canaries((), (), ())

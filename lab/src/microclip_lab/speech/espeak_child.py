@@ -1,8 +1,8 @@
-"""Run as a program of its own: speaks what it reads from its input, writes the sound to its output.
+"""A separate program: speaks the lines on its standard input, writes audio to standard output.
 
-espeak-ng keeps its state in global variables, and what was said before changes what is said next:
-in a fresh process the same lines always give the same sound. It is also the only place where the
-library (GPL-3) is loaded. Imports nothing of microclip, so that it starts at once.
+espeak-ng keeps global state, so earlier speech changes later speech; in a fresh process the same
+lines always give the same audio. This is also the only place where the library (GPL-3) is loaded.
+Imports nothing of microclip, so that it starts quickly.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ def main() -> None:
             heard.append(ctypes.string_at(samples, 2 * count))
         return 0
 
-    callback = CALLBACK(listen)  # kept, or it would be collected while the library holds it
+    callback = CALLBACK(listen)  # keep a reference while the library uses it
     library.espeak_SetSynthCallback(callback)
     out = sys.stdout.buffer
     out.write(struct.pack("<i", rate))
     for line in json.load(sys.stdin):
         heard.clear()
-        library.espeak_ng_SetRandSeed(ctypes.c_long(0))  # else the clock is its seed
-        # asked for a variant that it does not have, the library would take its own voice instead
+        library.espeak_ng_SetRandSeed(ctypes.c_long(0))  # it would use the clock otherwise
+        # for an unknown variant, the library would silently use its default voice
         if not (variants / line["speaker"]).is_file():
             sys.exit(f"espeak-ng has no speaker {line['speaker']!r} in {variants}.")
         if library.espeak_SetVoiceByName(f"{line['accent']}+{line['speaker']}".encode()) != 0:

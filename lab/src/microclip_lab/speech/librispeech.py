@@ -1,6 +1,6 @@
-"""Any folder in LibriSpeech's layout. Files are looked for at once, and listened to when needed.
+"""Any folder in LibriSpeech's layout. Files are listed at once, and decoded on demand.
 
-What is not as expected is an error that says what was expected and what was found.
+A surprise is an error that says what was expected and what was found.
 """
 
 from __future__ import annotations
@@ -8,24 +8,24 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from microclip_lab.speech.features import resampled_length
 from microclip_lab.speech.recordings import Recording
-from microclip_lab.speech.sound import resampled_length
-from microclip_lab.training.layout import LayoutError
+from microclip_lab.training.config import LayoutError
 
-SPLITS = {"training": "train", "validation": "dev", "test": "test"}  # how their folders begin
+SPLITS = {"training": "train", "validation": "dev", "test": "test"}  # prefixes of their folders
 LAYOUT = (
     "train*/, dev*/ and test*/, each with SPEAKER/CHAPTER/SPEAKER-CHAPTER.trans.txt and, beside "
     "it, SPEAKER-CHAPTER-0000.flac (or .wav) for every line"
 )
 ENDINGS = (".flac", ".wav")
-NAMED = 5  # of what is there, for an error
+NAMED = 5  # names that an error lists
 
 
 def find(root: Path) -> dict[str, list[Recording]]:
     """Return the recordings of a folder's splits: "training", "validation" and "test"."""
     if not root.is_dir():
         raise LayoutError(
-            f'data must be "espeak" or a folder with {LAYOUT}, but {root} is no folder.'
+            f'data must be "espeak" or a folder with {LAYOUT}, but {root} is not one.'
         )
     parts = {}
     for part, beginning in SPLITS.items():
@@ -40,7 +40,7 @@ def find(root: Path) -> dict[str, list[Recording]]:
 
 
 def in_split(folder: Path) -> list[Recording]:
-    """Return the recordings of one split, by their names."""
+    """Return the recordings of one split."""
     transcripts = sorted(folder.glob("*/*/*.trans.txt"))
     if not transcripts:
         elsewhere = next(folder.rglob("*.trans.txt"), None)
@@ -54,8 +54,8 @@ def in_split(folder: Path) -> list[Recording]:
         for recording in _of_chapter(path, folder.name):
             if recording.name in found_names:
                 raise LayoutError(
-                    f"{path} was expected to have names of its own, but {recording.name} is also "
-                    f"in {found_names[recording.name].path.parent}."
+                    f"{path} was expected to have unique names, but {recording.name} is also in "
+                    f"{found_names[recording.name].path.parent}."
                 )
             found_names[recording.name] = recording
     return list(found_names.values())
@@ -75,7 +75,7 @@ def _of_chapter(path: Path, kind: str) -> Iterator[Recording]:
         text = " ".join(text.lower().split())
         if not text:
             raise LayoutError(
-                f"Line {number} of {path} was expected to have a name and what is said, as in "
+                f"Line {number} of {path} was expected to have a name and a transcript, as in "
                 f'"84-121123-0000 GO DO YOU HEAR", but is {line.strip()[:80]!r}: it has no words.'
             )
         audio = _audio(path.parent, name, f"line {number} of {path.name}")
@@ -92,7 +92,7 @@ def _audio(folder: Path, name: str, asker: str) -> Path:
         if path.is_file():
             return path
     raise LayoutError(
-        f"{folder} was expected to have {name}.flac or {name}.wav, which {asker} tells of, but has "
+        f"{folder} was expected to have {name}.flac or {name}.wav, named in {asker}, but has "
         f"{_content(folder)}."
     )
 
@@ -118,7 +118,7 @@ def _content(folder: Path) -> str:
 
 
 def _perhaps_deeper(root: Path) -> str:
-    """Return a hint if the splits are one folder further down, as the archives unpack them."""
+    """Return a hint if the splits are one folder deeper, as the archives unpack them."""
     for folder in sorted(root.iterdir()):
         if folder.is_dir() and any(folder.glob("train*")):
             return f" Did you mean {folder}?"

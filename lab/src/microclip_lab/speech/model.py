@@ -1,6 +1,6 @@
-"""The model: a Conformer with a CTC head, Wav2Vec2-BERT of transformers, new or from a checkpoint.
+"""The model: a Conformer with a CTC head, Wav2Vec2-BERT from transformers.
 
-It has no BatchNorm, so that an utterance's loss is its own whatever else is in the batch.
+It has no BatchNorm, so the loss of an utterance does not depend on the rest of the batch.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from microclip_lab.training.config import SettingError
 
 Positions = Literal["rotary", "relative", "relative_key"]
 
-# What is the same for every model: masks come from `masking`, losses from the recipe, and layers
-# that are left out at random would be parameters without gradients on some processes.
+# Fixed for every model: masks come from `features`, losses from the recipe, and randomly skipped
+# layers would leave parameters without gradients on some processes.
 FIXED: dict[str, Any] = {
     "apply_spec_augment": False,
     "mask_time_prob": 0.0,
@@ -40,7 +40,7 @@ def new(
     positions: Positions | None,
     dropout: float,
 ) -> nn.Module:
-    """Return a model with first weights."""
+    """Return a model with random weights."""
     from transformers import Wav2Vec2BertConfig, Wav2Vec2BertForCTC
 
     config = Wav2Vec2BertConfig(
@@ -52,8 +52,8 @@ def new(
         intermediate_size=intermediate_size,
         conv_depthwise_kernel_size=kernel_size,
         position_embeddings_type=positions,
-        # 0.02, the default, suits 1,024 units; a small model begins with next to nothing, and CTC
-        # then writes blanks for hundreds of steps
+        # 0.02, the default, suits 1,024 units; with it a small model starts near zero, and CTC
+        # outputs only blanks for hundreds of steps
         initializer_range=max(0.02, 0.8 / hidden_size**0.5),
         hidden_dropout=dropout,
         activation_dropout=dropout,
@@ -66,7 +66,7 @@ def new(
 
 
 def from_checkpoint(checkpoint: str, tokens: int) -> nn.Module:
-    """Return a model with the weights of a hub's name or a local folder, and a new head."""
+    """Return a pretrained model (hub name or folder) with a new head."""
     from transformers import Wav2Vec2BertForCTC
 
     model: nn.Module = Wav2Vec2BertForCTC.from_pretrained(

@@ -1,4 +1,4 @@
-"""The speech recipe: what is heard, what writes it down, and how well."""
+"""The speech recipe: data, model and error rates."""
 
 from __future__ import annotations
 
@@ -12,15 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from microclip_lab.speech import canaries, librispeech, script
-from microclip_lab.speech.decoding import Record, error_rates, greedy
-from microclip_lab.speech.features import frame_count, make_extractor
-from microclip_lab.speech.masking import masked
+from microclip_lab.speech import canaries, librispeech, synthesis
+from microclip_lab.speech.features import frame_count, make_extractor, masked
 from microclip_lab.speech.model import Positions, extractor_of, from_checkpoint, new
 from microclip_lab.speech.recordings import Heard, Recording, Recordings
-from microclip_lab.speech.studio import recorded
-from microclip_lab.speech.tokens import BLANK, Tokens, frames_needed
-from microclip_lab.training.batch_rng import Draws
+from microclip_lab.speech.synthesis import recorded
+from microclip_lab.speech.tokens import BLANK, Record, Tokens, error_rates, frames_needed, greedy
+from microclip_lab.training.batch_rng import BatchRng
 from microclip_lab.training.config import SettingError, Training
 from microclip_lab.training.recipe import Data, Recipe
 
@@ -33,54 +31,54 @@ Batch = dict[str, Any]
 
 @dataclass(frozen=True)
 class Speech(Recipe[Heard, Record]):
-    """Speech recognition: a Conformer with CTC, on words espeak-ng speaks or your folder."""
+    """Speech recognition with a Conformer and CTC, on synthetic speech or your own folder."""
 
     name: ClassVar[str] = "speech"
     headline: ClassVar[str] = "wer"
     lower_is_better: ClassVar[bool] = True
 
     data: str = ESPEAK
-    """"espeak", words spoken by espeak-ng; or a folder laid out as LibriSpeech is."""
+    """"espeak", words spoken by espeak-ng, or a folder in LibriSpeech's layout."""
     utterances: int = 4000
-    """Training utterances that espeak-ng speaks, canaries apart."""
+    """espeak: number of training utterances, without canaries."""
     judged_utterances: int = 300
-    """Utterances that it speaks for validation, and as many for test, by speakers of their own."""
+    """espeak: number of validation utterances, and of test utterances, by separate speakers."""
     decibels: tuple[float, float] = (10.0, 30.0)
-    """How far the noise lies below the voice, from and to; also of canaries."""
+    """Signal-to-noise ratio in dB, lowest and highest; also for canaries."""
     canaries: float = 0.05
-    """Share of the training rows that are canaries: random words, too fast, 1 to 16 times each."""
+    """Share of training rows that are canaries: random words, too fast, 1 to 16 copies each."""
     alphabet: str = LETTERS
-    """Characters that a folder's texts are written with, in lower case. Espeak's are words."""
+    """Characters of a folder's transcripts, in lower case. Not used by espeak."""
 
     mels: int = 40
-    """Bands of pitch."""
+    """Mel bands."""
     stack: int | None = None
-    """Frames of 10 ms that are put together; 4 for words, 2 for characters unless given."""
+    """Frames of 10 ms to stack. Default: 4 for words, 2 for characters."""
     time_masks: int = 0
-    """SpecAugment: stretches of time that are hidden in training."""
+    """SpecAugment: number of time masks."""
     longest_mask: int = 10
-    """Frames of a stretch at most, and never more than a fifth of the utterance."""
+    """Longest time mask in frames; never more than a fifth of the utterance."""
     band_masks: int = 0
-    """SpecAugment: bands of pitch that are hidden in training."""
+    """SpecAugment: number of frequency masks."""
     widest_mask: int = 8
-    """Mel bands that are hidden together at most."""
+    """Widest frequency mask in mel bands."""
 
     hidden_size: int = 64
     """Width of the Conformer."""
     layers: int = 2
-    """Its blocks."""
+    """Conformer blocks."""
     heads: int = 4
     """Attention heads."""
     intermediate_size: int = 128
-    """Width inside its feed-forward layers."""
+    """Width of the feed-forward layers."""
     kernel_size: int = 15
-    """Frames that its convolutions see; odd."""
+    """Kernel size of the convolutions, in frames; odd."""
     positions: Positions | None = "rotary"
-    """How attention knows where it is."""
+    """Position embeddings."""
     dropout: float = 0.0
-    """Of everything in the model."""
+    """Dropout probability, everywhere in the model."""
     checkpoint: str | None = None
-    """A Wav2Vec2-BERT to begin with, hub name or folder; it brings its own size and features."""
+    """Pretrained Wav2Vec2-BERT, a hub name or a folder; replaces the sizes and features."""
 
     def __post_init__(self) -> None:
         for name in ("utterances", "judged_utterances", "mels", "hidden_size", "layers",
@@ -89,8 +87,8 @@ class Speech(Recipe[Heard, Record]):
         for name in ("time_masks", "longest_mask", "band_masks", "widest_mask"):
             self._check(name, getattr(self, name) >= 0, "0 or more")
         self._check("stack", self.stack is None or self.stack >= 1, "at least 1")
-        self._check("canaries", 0 <= self.canaries < 1, "a share from 0 up to, and without, 1")
-        self._check("dropout", 0 <= self.dropout < 1, "from 0 up to, and without, 1")
+        self._check("canaries", 0 <= self.canaries < 1, "a share of at least 0 and below 1")
+        self._check("dropout", 0 <= self.dropout < 1, "at least 0 and below 1")
         self._check("decibels", self.decibels[0] <= self.decibels[1], "two numbers, lower first")
         self._check("kernel_size", self.kernel_size % 2 == 1, "odd")
         self._check("widest_mask", self.widest_mask <= self.mels, f"at most mels = {self.mels}")
@@ -105,7 +103,7 @@ class Speech(Recipe[Heard, Record]):
             " " in alphabet
             and alphabet == alphabet.lower()
             and len(set(alphabet)) == len(alphabet),
-            "different characters in lower case, the blank that parts words among them",
+            "distinct lower-case characters, including the space",
         )
 
     def _check(self, name: str, holds: bool, wanted: str) -> None:
@@ -114,7 +112,7 @@ class Speech(Recipe[Heard, Record]):
 
     @classmethod
     def presets(cls) -> Mapping[str, tuple[Speech, Training]]:
-        """Return "default", spoken words in minutes, and "paper", LibriSpeech on a cluster."""
+        """Return "default", synthetic speech in minutes, and "paper", LibriSpeech on a cluster."""
         return {
             "default": (
                 cls(),
@@ -162,20 +160,20 @@ class Speech(Recipe[Heard, Record]):
 
     @property
     def tokens(self) -> Tokens:
-        """What the model writes with: whole words of the embedded corpus, or characters."""
+        """The output vocabulary: words for espeak, characters otherwise."""
         if self.data == ESPEAK:
-            return Tokens(script.WORDS, " ")
+            return Tokens(synthesis.WORDS, " ")
         return Tokens(tuple(self.alphabet), "")
 
     @property
     def _stack(self) -> int:
         if self.stack is not None:
             return self.stack
-        # a third of the canaries has fewer frames of 20 ms than characters, and all of 40 ms
+        # with characters, a third of the canaries would be too short at 20 ms, and all at 40 ms
         return 4 if self.data == ESPEAK else 2
 
     def load(self, seed: int) -> Data[Heard]:
-        """Return the utterances, and canaries among them; what is spoken, the seed decides."""
+        """Return utterances and canaries; the seed determines synthetic speech."""
         folder = (
             self._recorded_corpus(seed) if self.data == ESPEAK else Path(self.data).expanduser()
         )
@@ -183,7 +181,7 @@ class Speech(Recipe[Heard, Record]):
         training, test = parts["training"], parts["test"]
         words = sorted({word for recording in training for word in recording.text.split()})
         rows = canaries.rows_for(self.canaries, len(training))
-        made = canaries.record(rows, words, script.cast(seed).training, self.decibels, seed)
+        made = canaries.record(rows, words, synthesis.cast(seed).training, self.decibels, seed)
         inserted = made.copied()
         for recording in (*training, *parts["validation"], *test):
             self._numbers(recording)
@@ -204,7 +202,7 @@ class Speech(Recipe[Heard, Record]):
         )
 
     def _recorded_corpus(self, seed: int) -> Path:
-        lines = script.corpus(seed, self.utterances, self.judged_utterances)
+        lines = synthesis.corpus(seed, self.utterances, self.judged_utterances)
         return recorded(lines, self.decibels, seed)
 
     def _extractor(self) -> Any:
@@ -217,12 +215,12 @@ class Speech(Recipe[Heard, Record]):
             return self.tokens.numbers(recording.text)
         except ValueError as error:
             raise SettingError(
-                f"What is said in {recording.path} cannot be written: {error} Give all characters "
-                f"with --alphabet; it is {self.alphabet!r}."
+                f"The transcript of {recording.path} cannot be encoded: {error} Give all "
+                f"characters with --alphabet; it is {self.alphabet!r}."
             ) from error
 
     def _infeasible(self, recordings: Sequence[Recording], stack: int) -> int:
-        """Count, and tell of, utterances with fewer frames than CTC needs for their text."""
+        """Count utterances with fewer frames than CTC needs for their text, with a warning."""
         count = sum(
             frame_count(recording.samples, stack) < frames_needed(self._numbers(recording))
             for recording in recordings
@@ -252,17 +250,17 @@ class Speech(Recipe[Heard, Record]):
             dropout=self.dropout,
         )
 
-    def collate(self, examples: Sequence[Heard], draws: Draws | None) -> Batch:
-        """Return frames and tokens, filled up to the longest; to be judged, also the texts."""
+    def collate(self, examples: Sequence[Heard], rng: BatchRng | None) -> Batch:
+        """Return padded frames and tokens; for evaluation, also the texts."""
         utterances = [example.frames for example in examples]
-        if draws is not None and (self.time_masks or self.band_masks):
+        if rng is not None and (self.time_masks or self.band_masks):
             utterances = masked(
                 utterances,
                 time_masks=self.time_masks,
                 longest=self.longest_mask,
                 band_masks=self.band_masks,
                 widest=self.widest_mask,
-                draws=draws,
+                rng=rng,
             )
         numbers = [torch.tensor(self.tokens.numbers(example.text)) for example in examples]
         frames = [torch.from_numpy(frames).flatten(1) for frames in utterances]
@@ -274,7 +272,7 @@ class Speech(Recipe[Heard, Record]):
             "labels": pad(numbers, batch_first=True, padding_value=BLANK),
             "label_lengths": torch.tensor([len(one) for one in numbers]),
         }
-        if draws is None:
+        if rng is None:
             batch["texts"] = [example.text for example in examples]
             batch["kinds"] = [example.kind for example in examples]
         return batch
@@ -291,12 +289,12 @@ class Speech(Recipe[Heard, Record]):
             reduction="none",
             zero_infinity=True,
         )
-        # per token, or long utterances would weigh more in their micro-batch than short ones
+        # per token: otherwise long utterances would dominate their micro-batch
         per_token: Tensor = of_texts / batch["label_lengths"]
         return per_token
 
     def judge(self, model: nn.Module, batch: Batch) -> Sequence[Record]:
-        """Return what was said, what was understood, and the kind of recording."""
+        """Return reference, hypothesis and kind of recording."""
         logits, lengths = self._logits(model, batch)
         understood = greedy(logits, lengths, self.tokens)
         return list(zip(batch["texts"], understood, batch["kinds"], strict=True))
@@ -307,11 +305,11 @@ class Speech(Recipe[Heard, Record]):
         return logits, mask.sum(1)
 
     def summary(self, records: Sequence[Record]) -> dict[str, float]:
-        """Return error rates of words and characters, and how well canaries are known."""
+        """Return word and character error rates, also of canaries."""
         return error_rates(records)
 
     def describe(self, data: Data[Heard], row: int) -> Mapping[str, Any]:
-        """Return the sound, as it is in its file, and its text."""
+        """Return the audio file and its text."""
         assert isinstance(data.training, Recordings)
         recording = data.training.files[row]
         return {"audio": recording.path.read_bytes(), "label": recording.text}

@@ -1,4 +1,4 @@
-"""Recordings: where an utterance lies and what is said in it; heard when it is asked for."""
+"""Recordings: audio files with transcripts, decoded on demand."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, overload
 
-from microclip_lab.speech.features import Frames, extract
-from microclip_lab.speech.sound import read
+from microclip_lab.speech.features import Frames, extract, read
 
-KEPT = 2**30  # bytes of frames that are kept in memory, so as not to be made again
+KEPT = 2**30  # bytes of features that are cached in memory
 
 
 @dataclass(frozen=True)
@@ -18,10 +17,10 @@ class Recording:
     """An utterance in a file.
 
     Args:
-        name: What it is known by.
+        name: Its id.
         path: Its FLAC or WAV file.
-        text: What is said, in lower case.
-        samples: How long it is, at 16 kHz.
+        text: The transcript, in lower case.
+        samples: Its length at 16 kHz.
         kind: Where it comes from: the folder it was in, or "canary x4", "unseen canary".
     """
 
@@ -34,7 +33,7 @@ class Recording:
 
 @dataclass(frozen=True)
 class Heard:
-    """An utterance as the model gets it: frames, and what is said in them."""
+    """An utterance as the model gets it: frames and transcript."""
 
     frames: Frames
     text: str
@@ -43,7 +42,7 @@ class Heard:
 
 @dataclass(frozen=True)
 class Recordings(Sequence[Heard]):
-    """Utterances that are read, and turned into frames, when they are asked for."""
+    """Utterances that are decoded and turned into frames on demand."""
 
     files: Sequence[Recording]
     extractor: Any

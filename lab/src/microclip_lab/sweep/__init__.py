@@ -1,8 +1,6 @@
-"""Sweeps and races: which rule, micro-batch size and learning rate, by training them all.
+"""Sweeps and races: which rule, micro-batch size and learning rate works best, by training them.
 
-Data flows one way: `config` -> `grid` or `race` (plans: which `job`s are to be done, given those
-that are) -> `register` (who does which: Optuna trials in a `storage` that workers share) ->
-`worker` (does them; `pruning` ends the hopeless) -> `summary` and `podium` (what came out) ->
-`table`. `crew` is how many workers share any plan and `fleet` starts them, `command` ties the rooms
-together. Nothing heavy is imported here.
+`config` -> `grid` or `race` (plans: which jobs to run, given the finished ones) -> `worker` (runs
+them; `pruning` stops hopeless ones) -> `summary` or `race_report` (results) -> `table`. `command`
+ties them together; queue and workers are in `microclip_lab.jobs`. Imports nothing heavy.
 """

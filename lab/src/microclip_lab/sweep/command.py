@@ -1,4 +1,4 @@
-"""`microclip sweep`, from beginning to end."""
+"""`microclip sweep` from start to finish."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from rich.console import Console
 
 from microclip.files import write_whole
 from microclip.report import write_report
-from microclip_lab.jobs.job import Job, Result
-from microclip_lab.jobs.job_queue import Register
+from microclip_lab.jobs.job_queue import JobQueue
+from microclip_lab.jobs.plan import Job, Result
 from microclip_lab.jobs.progress import Status, progress
 from microclip_lab.jobs.storage import open_storage, open_study
-from microclip_lab.jobs.subprocesses import is_worker, leave_with_parent
-from microclip_lab.jobs.worker_loop import oversee
+from microclip_lab.jobs.subprocesses import exit_with_parent, is_worker
+from microclip_lab.jobs.worker_loop import supervise
 from microclip_lab.sweep.config import SweepConfig
 from microclip_lab.sweep.grid import Grid
 from microclip_lab.sweep.pruning import Pruner
 from microclip_lab.sweep.race import Race
-from microclip_lab.sweep.race_report import award
-from microclip_lab.sweep.setup import describe, settle
+from microclip_lab.sweep.race_report import report_race
+from microclip_lab.sweep.setup import check_setup, describe
 from microclip_lab.sweep.summary import summarise
-from microclip_lab.sweep.table import Rows, markdown, race_tables, show, sweep_tables
+from microclip_lab.sweep.table import TextTable, markdown, race_tables, show, sweep_tables
 from microclip_lab.sweep.worker import Worker
+from microclip_lab.training.components import parse_rule
 from microclip_lab.training.config import SettingError, Training
-from microclip_lab.training.order import Share
+from microclip_lab.training.loading import Share
 from microclip_lab.training.recipe import Recipe
-from microclip_lab.training.rule_names import named
 
 RUNS, LOGS = "runs", "logs"
 
@@ -40,43 +40,43 @@ def run_sweep(
     recipe: Recipe[Any, Any],
     training: Training,
     config: SweepConfig,
-    again: Sequence[str] = (),
+    command: Sequence[str] = (),
     *,
     console: Console | None = None,
     log: Console | None = None,
 ) -> Path:
-    """Sweep, or race, or go on with it; return the file with the results.
+    """Run or resume a sweep or a race; return the file with the results.
 
     Args:
-        recipe: What is trained.
-        training: How, but for what is swept: rule, micro-batch size, learning rate and seed. Its
-            seed is the first one.
-        config: What is swept.
-        again: The command that starts the same sweep in another process, for several workers.
-        console: Where results are printed; standard output unless given.
-        log: Where progress is shown; standard error unless given.
+        recipe: What to train.
+        training: How to train it, except for what is swept: rule, micro-batch size, learning rate
+            and seed. Its seed is the first one.
+        config: What to sweep.
+        command: The command that starts the same sweep in another process, for several workers.
+        console: Where results are printed; default: standard output.
+        log: Where progress is shown; default: standard error.
     """
-    # results to standard output, progress to standard error: one can be redirected alone
+    # results to standard output, progress to standard error, so that each can be redirected
     console, log = console or Console(), log or Console(stderr=True)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise SettingError(
             "A sweep trains each setting in one process. Start it without accelerate launch or "
-            "torchrun, and ask for several trainings at once with --workers."
+            "torchrun; --workers trains several settings at once."
         )
     plan = plan_of(recipe, training, config)
     config.out.mkdir(parents=True, exist_ok=True)
     storage = open_storage(config.storage_url)
     study = open_study(storage, config.study_name, lower_is_better=recipe.lower_is_better)
     setup = describe(recipe, training, config)
-    settle(study, config.out, setup, "race" if config.race else "sweep")
-    register = Register(study, storage, Job.from_json)
+    check_setup(study, config.out, setup, "race" if config.race else "sweep")
+    queue = JobQueue(study, storage, Job.from_json)
 
     def worker(report: Callable[[Status], None]) -> Worker:
-        pruner = Pruner(register, plan.steps) if config.prune and not config.race else None
-        return Worker(recipe, training, plan, register, config.out / RUNS, pruner, report)
+        pruner = Pruner(queue, plan.steps) if config.prune and not config.race else None
+        return Worker(recipe, training, plan, queue, config.out / RUNS, pruner, report)
 
     if is_worker():
-        leave_with_parent()
+        exit_with_parent()
         worker(lambda _: None).work()
         return config.out
     log.print(_announcement(plan), soft_wrap=True, highlight=False)
@@ -85,18 +85,18 @@ def run_sweep(
             worker(report).work()
         else:
             logs = config.out / LOGS
-            oversee(plan, register.standing, report, again, config.workers, logs)
-    register.close()
-    finished = register.standing().finished
+            supervise(plan, queue.state, report, command, config.workers, logs)
+    queue.close()
+    finished = queue.state().finished
     if isinstance(plan, Race):
         return _end_race(recipe, plan, finished, config, setup, console)
     return _end_sweep(recipe, plan, finished, config, setup, console)
 
 
 def plan_of(recipe: Recipe[Any, Any], training: Training, config: SweepConfig) -> Grid | Race:
-    """Return the plan, or say why it cannot be carried out, before anything is done."""
+    """Return the plan, or raise an error if it cannot work, before anything is trained."""
     for rule in config.rules:
-        named(rule)
+        parse_rule(rule)
     for b in config.sizes:
         Share.of(replace(training, microbatch_size=b), 0, 1)
     steps = training.all_steps(
@@ -107,27 +107,27 @@ def plan_of(recipe: Recipe[Any, Any], training: Training, config: SweepConfig) -
         return Grid(config, recipe.headline, recipe.lower_is_better, rate, seed, steps)
     warm_up = round(training.warmup * steps)
     race = Race(config, recipe.headline, recipe.lower_is_better, rate, seed, steps, warm_up)
-    _ = race.rungs  # whether there are enough steps for so many candidates
+    _ = race.rungs  # raises an error if there are too few steps
     return race
 
 
 def _announcement(plan: Grid | Race) -> str:
-    kept = "Ctrl-C is safe: what is finished is kept, and the same command goes on."
+    kept = "Ctrl-C is safe: finished runs are kept, and the same command continues."
     count = len(plan.cells)
     if isinstance(plan, Race):
         times = plan.cost / (plan.steps * len(plan.seeds))
         return (
-            f"A race of {count} candidates, plain training among them, with rungs at steps "
+            f"A race of {count} candidates, including plain training, with rungs at steps "
             f"{', '.join(str(rung.step) for rung in plan.rungs)}: {plan.cost:,} steps in all, "
-            f"{times:.2f} times one training of {plan.steps:,}"
+            f"{times:.2f} times one run of {plan.steps:,}"
             f"{f', on each of {len(plan.seeds)} seeds' if len(plan.seeds) > 1 else ''}. "
             f"{_warning(plan)}{kept}"
         )
     jobs = plan.expected({})
     tuning = sum(job.stage == "tuning" for job in jobs)
     return (
-        f"{count} settings, plain training among them: {tuning} trainings to choose learning rates "
-        f"by, perhaps some more, and {len(jobs) - tuning} to compare. {kept}"
+        f"{count} settings, including plain training: {tuning} runs to choose learning rates, "
+        f"perhaps a few more, and {len(jobs) - tuning} runs to compare settings. {kept}"
     )
 
 
@@ -136,8 +136,8 @@ def _warning(race: Race) -> str:
     if first > race.warm_up or len(race.rungs) == 1:
         return ""
     return (
-        f"The first rung is within the {race.warm_up} steps of the warm-up, where candidates "
-        "hardly differ: race fewer of them, or raise --budget. "
+        f"The first rung is within the {race.warm_up} warm-up steps, where candidates hardly "
+        "differ: race fewer candidates, or raise --budget. "
     )
 
 
@@ -156,7 +156,7 @@ def _end_sweep(
         config.out, "sweep", title, summary.to_json(setup), sweep_tables(summary), sentences
     )
     show(sweep_tables(summary), sentences, console)
-    # a page shows the ledgers of the first few runs: one of each cell, from the best one on
+    # a page shows the ledgers of the first few runs: one of each cell, the best first
     runs = [run.folder for row in summary.rows for run in row.runs.values()]
     best = () if summary.best is None else (summary.best,)
     first = [next(iter(row.runs.values())).folder for row in (*best, *summary.rows[1:]) if row.runs]
@@ -172,13 +172,13 @@ def _end_race(
     setup: Mapping[str, Any],
     console: Console,
 ) -> Path:
-    podium = award(recipe.name, race, finished)
+    report = report_race(recipe.name, race, finished)
     title = f"Race of {recipe.name}"
-    sentences = (podium.verdict,)
-    path = _write(config.out, "race", title, podium.to_json(setup), race_tables(podium), sentences)
-    show(race_tables(podium), sentences, console)
-    # of the others there are only beginnings, which a page would compare with the winner's end
-    winner = podium.winner
+    sentences = (report.verdict,)
+    path = _write(config.out, "race", title, report.to_json(setup), race_tables(report), sentences)
+    show(race_tables(report), sentences, console)
+    # the others stopped early, so comparing them with the winner's end would mislead
+    winner = report.winner
     folders = [run.folder for run in winner.runs.values()]
     _page(config.out, "race", f"{title}: {winner.cell.name}", folders, console)
     return path
@@ -189,7 +189,7 @@ def _write(
     name: str,
     title: str,
     content: Mapping[str, Any],
-    tables: Sequence[Rows],
+    tables: Sequence[TextTable],
     sentences: Sequence[str],
 ) -> Path:
     path = out / f"{name}.json"
@@ -199,18 +199,18 @@ def _write(
 
 
 def _page(out: Path, name: str, title: str, folders: Sequence[str], console: Console) -> None:
-    """Write the page of the runs that are on this machine, and say where everything is."""
+    """Write the page of the runs on this machine, and print where everything is."""
     here = [out / RUNS / folder for folder in folders if (out / RUNS / folder).is_dir()]
     console.print()
     if here:
         page = out / f"{name}.html"
         write_report(here, page, title=title)
-        # soft_wrap and no markup: a path must come out as it is, however long or odd
+        # soft_wrap and no markup: print the path unchanged, however long or odd
         console.print(f"page:    {page}", soft_wrap=True, markup=False, highlight=False)
     if len(here) < len(folders):
         console.print(
-            f"{len(folders) - len(here)} runs are on other machines and not on the page; let "
-            "--out be a folder that all machines see.",
+            f"{len(folders) - len(here)} runs are on other machines and not on the page. Use a "
+            "shared folder for --out.",
             soft_wrap=True,
             highlight=False,
         )

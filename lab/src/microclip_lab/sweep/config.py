@@ -1,4 +1,4 @@
-"""What a user may choose about a sweep or a race. Imports nothing heavy, so `--help` is quick."""
+"""The options of a sweep or a race. Imports nothing heavy, so that `--help` is quick."""
 
 from __future__ import annotations
 
@@ -15,50 +15,50 @@ MOST_SEEDS = 10_000
 
 @dataclass(frozen=True)
 class SweepConfig:
-    """Train a recipe at several micro-batch sizes and say which is best, and how surely.
+    """Train a recipe at several micro-batch sizes and report which works best, with intervals.
 
-    Every combination of a rule and a micro-batch size, and plain training, gets its own learning
-    rate, chosen on validation data and on seeds of their own; then all are trained on the same
-    seeds and compared. Interrupted, or killed, it goes on when the same command is given again.
+    Plain training and every combination of a rule and a micro-batch size get their own learning
+    rate, chosen on validation data with separate seeds; then all are trained on the same seeds and
+    compared. If it is interrupted or killed, run the same command again to continue.
 
-    The quick answer, for the cost of about two trainings: --race.
+    For a quick answer at the cost of about two runs: --race.
     """
 
     out: Path = Path("sweep-output")
     """Folder for the runs, the table and the page."""
     microbatch_sizes: tuple[int | None, ...] = (1, 2, 4, 8, 16)
-    """The sizes b to try; plain training (none) is always tried as well."""
+    """The sizes b to try; plain training (none) is always included."""
     rules: tuple[str, ...] = ("MinNorm",)
     """The rules to try at each size: MinNorm, Median, "Quantile(0.2)", ..."""
 
     learning_rates: tuple[float, ...] = ()
-    """Rates to begin with; the recipe's and its neighbours unless given. One: nothing to choose."""
+    """First rates to try. Default: the recipe's and its neighbors. A single one is not tuned."""
     rate_scales: Mapping[str, float] = field(default_factory=dict)
-    """By how much a rule's rates are multiplied: Unit 0.01."""
+    """Factors for the rates of a rule, such as: Unit 0.01."""
     growth: int = 4
-    """How many rates a setting may try beyond the first, while the best is at the edge."""
+    """Extra rates that a setting may try while its best rate is at the edge of the grid."""
     tuning_seeds: int = 2
-    """Seeds that rates are chosen on; they are used for nothing else."""
+    """Number of seeds for choosing rates; they are used for nothing else."""
     seeds: int = 5
-    """Seeds that settings are compared on, the same for all."""
+    """Number of seeds for comparing settings, the same for all."""
     judge_by: Literal["last", "best"] = "last"
-    """Compare last weights, or those of the best checkpoint; both are reported."""
+    """Compare the last weights, or those of the best checkpoint; both are reported."""
     prune: bool = True
-    """Whether to end trainings whose learning rate is hopeless; those compared never are."""
+    """Stop tuning runs with hopeless learning rates; compared runs are never stopped."""
 
     race: bool = False
-    """Race the settings instead: train all a little, go on with the better half, and so on."""
+    """Race instead: train all settings a little, continue with the better half, and so on."""
     race_seeds: int = 1
-    """Seeds that a race is run on at once."""
+    """Number of seeds of a race."""
     budget: float = 2.0
-    """What a race may cost, in trainings; from 3 on, plain training stays in until the end."""
+    """Cost limit of a race, in full runs; from 3 on, plain training stays in to the end."""
 
     storage: str | None = None
-    """Where trials are kept: an Optuna storage URL; an SQLite file in the folder unless given."""
+    """Optuna storage URL of the trials. Default: an SQLite file in the folder."""
     study: str | None = None
-    """Name of the sweep in the storage; the folder's unless given."""
+    """Name of the sweep in the storage. Default: the folder's name."""
     workers: int = 1
-    """Trainings side by side on this machine; start the same command on others as well."""
+    """Parallel runs on this machine; you can start the same command on other machines too."""
 
     def __post_init__(self) -> None:
         for b in self.microbatch_sizes:
@@ -68,8 +68,8 @@ class SweepConfig:
                 )
         if not any(b is not None for b in self.microbatch_sizes):
             raise SettingError(
-                f"microbatch_sizes must name a size besides plain training, but got "
-                f"{self.microbatch_sizes}: there would be nothing to compare plain training with."
+                f"microbatch_sizes must have at least one size besides plain training, but got "
+                f"{self.microbatch_sizes}: there would be nothing to compare."
             )
         if not self.rules:
             raise SettingError("rules must name at least one rule, such as MinNorm.")
@@ -100,26 +100,26 @@ class SweepConfig:
                 )
         if self.race and len(self.learning_rates) > 1:
             raise SettingError(
-                f"A race runs all settings at one learning rate, but got {self.learning_rates}. "
-                "Give one, or none for the recipe's, or sweep without --race."
+                f"A race uses one learning rate for all settings, but got {self.learning_rates}. "
+                "Give one, or none to use the recipe's, or sweep without --race."
             )
         if self.budget < 2:
             raise SettingError(
-                f"budget must be 2 or more, but got {self.budget}: the winner's own training costs "
-                "1, and finding it about as much again."
+                f"budget must be 2 or more, but got {self.budget}: the winner's run costs 1, and "
+                "finding it costs about as much."
             )
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The micro-batch sizes, each once, from the smallest."""
+        """The micro-batch sizes without duplicates, ascending."""
         return tuple(sorted({b for b in self.microbatch_sizes if b is not None}))
 
     @property
     def storage_url(self) -> str:
-        """Where trials are kept."""
+        """The Optuna storage URL."""
         return self.storage or f"sqlite:///{(self.out / 'trials.db').resolve()}"
 
     @property
     def study_name(self) -> str:
-        """What the trials go by in the storage; a race and a sweep do not mix."""
+        """The study's name in the storage; races and sweeps have different ones."""
         return self.study or f"{self.out.resolve().name}{'-race' if self.race else ''}"

@@ -1,7 +1,7 @@
-"""Which trainings are hopeless: those that diverged, and those far behind others of their cell.
+"""Which tuning runs are hopeless: those that diverged, and those far behind others of their cell.
 
-Only learning rates compete here, within a cell and on tuning seeds. Cells are never ended for
-being worse than other cells: that would bias their comparison.
+Only learning rates of one cell compete, on tuning seeds. Cells are never stopped for being worse
+than other cells: that would bias their comparison.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ from optuna.pruners import MedianPruner
 from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 
-from microclip_lab.jobs.job import Job
-from microclip_lab.jobs.job_queue import JOB, Claim, Register
+from microclip_lab.jobs.job_queue import JOB, Claim, JobQueue
+from microclip_lab.jobs.plan import Job
 
-WARM_UP = 0.5  # of the steps: a high rate looks bad until it has come down
-RIVALS = 2  # finished trainings that a judgement needs at least
-FAR_BEHIND = 0.5  # of the way that others have come since the first look
+WARM_UP = 0.5  # of the steps: a high rate looks bad before it decays
+RIVALS = 2  # finished runs needed for a decision
+FAR_BEHIND = 0.5  # of the progress of others since the first evaluation
 
 
 @dataclass(frozen=True)
 class Pruner:
-    """Ends hopeless trainings."""
+    """Stops hopeless runs."""
 
-    register: Register[Job]
+    queue: JobQueue[Job]
     steps: int
 
     def verdict(self, claim: Claim[Job]) -> str | None:
-        """Say why a training is hopeless after its last look, or nothing."""
+        """Return why a run is hopeless after its last evaluation, or None."""
         job = claim.job
         if job.stage != "tuning":
             return None
-        trial = self.register.storage.get_trial(claim.trial_id)
+        trial = self.queue.storage.get_trial(claim.trial_id)
         step = trial.last_step
         if step is None:
             return None
@@ -45,11 +45,11 @@ class Pruner:
             return f"it had diverged by step {step}"
         warm_up = round(WARM_UP * self.steps)
         median = MedianPruner(n_startup_trials=RIVALS, n_warmup_steps=warm_up)
-        rivals = _Rivals(self.register.study, job)
-        # a pruner asks nothing of a study but what rivals answer
+        rivals = _Rivals(self.queue.study, job)
+        # all that the pruner uses of a study
         if not median.prune(cast(optuna.Study, rivals), trial):
             return None
-        # of two good rates one is always behind, which is no reason to end it
+        # one of two good rates is always behind, which is no reason to stop it
         way = _way(trial, rivals.get_trials(deepcopy=False, states=(TrialState.COMPLETE,)), step)
         if way is None or way >= FAR_BEHIND:
             return None
@@ -57,7 +57,7 @@ class Pruner:
 
 
 def _way(trial: FrozenTrial, rivals: list[FrozenTrial], step: int) -> float | None:
-    """Return how far a training has come since the first look; 1: as far as half of its rivals."""
+    """Return the progress since the first evaluation, relative to the median of the rivals."""
     first = min(trial.intermediate_values)
     curves = [
         rival.intermediate_values
@@ -71,12 +71,12 @@ def _way(trial: FrozenTrial, rivals: list[FrozenTrial], step: int) -> float | No
     if not math.isfinite(come) or come == 0:
         return None
     ways = [(v - start) / come for v in trial.intermediate_values.values() if math.isfinite(v)]
-    return max(0.0, *ways)  # as the median rule does: by the best look so far
+    return max(0.0, *ways)  # by the best evaluation so far, as the median rule does
 
 
 @dataclass(frozen=True)
 class _Rivals:
-    """The trials of a study that choose the learning rate of one cell, but for one rate."""
+    """The tuning trials of a cell at other learning rates."""
 
     study: optuna.Study
     job: Job

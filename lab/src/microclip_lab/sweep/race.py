@@ -1,26 +1,111 @@
-"""Which trainings a race consists of, given those that are finished. Pure functions.
+"""The plan of a race: which runs come next, given the finished ones. Pure functions.
 
-All candidates start from the same weights, with the same data in the same order. Who goes on is
-decided by the validation figure at the rung; a tie goes to plain training, then to the larger b,
-which is nearer to it.
+n candidates train to the first rung, the better half of them to the second, and so on; the last one
+trains to the end. Every rung costs about the same, and all of them no more than the budget. All
+candidates start from the same weights, with the same data in the same order. The validation figure
+at a rung decides; ties go to plain training, then to the larger b, which is closer to it.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from microclip_lab.jobs.job import PLAIN, Cell, Job, Result, cells
+from microclip_lab.jobs.plan import PLAIN, Cell, Job, Result, cells
 from microclip_lab.sweep.config import SweepConfig
 from microclip_lab.sweep.grid import Finished, rounded
-from microclip_lab.sweep.rungs import KEEPS_PLAIN, Rung, cost, rungs
+from microclip_lab.training.config import SettingError
+
+KEEPS_PLAIN = 3.0  # from this budget on, plain training always stays in
+PAST_WARM_UP = 1.5  # times the warm-up: no candidate should be dropped before
+MOST_FOR_FIRST = 0.75  # share of the losers' budget that the first rung may use
+
+
+@dataclass(frozen=True)
+class Rung:
+    """A stage of a race."""
+
+    step: int  # where it ends
+    field: int  # how many candidates run it
+
+
+def rungs(candidates: int, steps: int, budget: float = 2.0, warm_up: int = 0) -> tuple[Rung, ...]:
+    """Return the rungs of a race; the last one is at the end, for the winner alone.
+
+    With s_k the rungs and n_k the candidates that run to s_k, a race costs
+    T + sum_k s_k (n_k - n_{k+1}) steps. Rungs of equal cost R end at s_k = sum_{i<=k} R / n_i, and
+    R = (budget - 1) T / (K - sum_i 1 / n_i) uses up the budget; rounding down keeps below it.
+
+    While the learning rate warms up, candidates hardly differ. So the first rung is delayed until
+    after it as far as the budget allows, and the others share the rest in the same way.
+
+    >>> [rung.step for rung in rungs(8, 1000)], cost(rungs(8, 1000))
+    ([58, 176, 411, 1000], 1995)
+    >>> [rung.step for rung in rungs(8, 1000, warm_up=60)], cost(rungs(8, 1000, warm_up=60))
+    ([90, 164, 312, 1000], 2000)
+    """
+    if candidates < 1 or steps < 1:
+        raise SettingError(
+            f"A race needs at least one candidate and one step, but got {candidates} candidates "
+            f"and {steps} steps."
+        )
+    fields = halvings(candidates)[:-1]
+    spare = (budget - 1) * steps  # for the candidates that will lose
+    ends = _equal_rungs(fields, spare)
+    if ends and ends[0] < 1:
+        raise SettingError(
+            f"{steps} steps are too few to race {candidates} candidates: the first rung would end "
+            "before the first step. Race fewer candidates, or train longer."
+        )
+    if ends:
+        affordable = MOST_FOR_FIRST * spare / (candidates - 1)
+        first = max(ends[0], min(PAST_WARM_UP * warm_up, affordable))
+        if first > ends[0]:
+            left = spare - first * (candidates - 1)
+            ends = [first, *(first + end for end in _equal_rungs(fields[1:], left))]
+    # the slack keeps rounding errors from missing a whole number
+    found = [
+        Rung(min(steps, math.floor(end * (1 + 1e-12))), field)
+        for end, field in zip(ends, fields, strict=True)
+    ]
+    return (*found, Rung(steps, 1))
+
+
+def _equal_rungs(fields: list[int], spare: float) -> list[float]:
+    """Return the ends of rungs of equal cost that use up the losers' budget."""
+    if not fields:
+        return []
+    each = spare / (len(fields) - sum(1 / field for field in fields))
+    return list(itertools.accumulate(each / field for field in fields))
+
+
+def halvings(candidates: int) -> list[int]:
+    """Return how many candidates are left, rung by rung.
+
+    >>> halvings(11)
+    [11, 6, 3, 2, 1]
+    """
+    fields = [candidates]
+    while fields[-1] > 1:
+        fields.append(-(-fields[-1] // 2))
+    return fields
+
+
+def cost(race: tuple[Rung, ...]) -> int:
+    """Return the total steps of all candidates."""
+    before, total = 0, 0
+    for rung in race:
+        total += rung.field * (rung.step - before)
+        before = rung.step
+    return total
 
 
 @dataclass(frozen=True)
 class Lap:
-    """A rung that has been run: who ran it, the best first, with their mean validation figures."""
+    """A finished rung: its candidates, best first, with their mean validation figures."""
 
     rung: Rung
     ranking: tuple[Cell, ...]
@@ -37,8 +122,8 @@ class Race:
     lower_is_better: bool
     learning_rate: float  # the recipe's
     first_seed: int
-    steps: int  # of one training
-    warm_up: int = 0  # of them, while the learning rate rises
+    steps: int  # of one run
+    warm_up: int = 0  # steps over which the learning rate rises
 
     @property
     def cells(self) -> tuple[Cell, ...]:
@@ -47,12 +132,12 @@ class Race:
 
     @property
     def seeds(self) -> range:
-        """The seeds it is run on."""
+        """The seeds of the race."""
         return range(self.first_seed, self.first_seed + self.config.race_seeds)
 
     @property
     def keeps_plain(self) -> bool:
-        """Whether plain training stays in until the end, however slow it is."""
+        """Whether plain training stays in until the end, however bad it is."""
         return self.config.budget >= KEEPS_PLAIN
 
     @property
@@ -64,11 +149,11 @@ class Race:
 
     @property
     def cost(self) -> int:
-        """The steps of everybody together."""
+        """The total steps of all candidates."""
         return len(self.seeds) * (cost(self.rungs) + self.keeps_plain * self.steps)
 
     def missing(self, finished: Finished) -> list[Job]:
-        """Return the jobs that can and must be done next; none: the race is over."""
+        """Return the jobs to run next; empty when the race is over."""
         field: Sequence[Cell] = self.cells
         for rung in self.rungs:
             jobs = self._jobs(field, rung)
@@ -79,7 +164,7 @@ class Race:
         return []
 
     def expected(self, finished: Finished) -> list[Job]:
-        """Return all jobs; of the rungs to come, as many as there will be."""
+        """Return all jobs; for future rungs, the right number of them."""
         jobs: dict[Job, None] = {}
         field: Sequence[Cell] = self.cells
         for rung in self.rungs:
@@ -92,17 +177,17 @@ class Race:
         return list(jobs)
 
     def work(self, job: Job) -> int:
-        """Return how many steps a job takes: those since the rung before."""
+        """Return the number of steps of a job, counted from the previous rung."""
         goal = self.steps if job.until is None else job.until
         return goal - max((rung.step for rung in self.rungs if rung.step < goal), default=0)
 
     def work_done(self, job: Job, step: int) -> int:
-        """Return how many of them are done at a step: those before the rung were another job's."""
+        """Return how many of them are done at a step; earlier rungs belong to other jobs."""
         goal, work = job.until or self.steps, self.work(job)
         return min(max(step - (goal - work), 0), work)
 
     def laps(self, finished: Finished) -> list[Lap]:
-        """Return the rungs that have been run."""
+        """Return the finished rungs."""
         found: list[Lap] = []
         field: Sequence[Cell] = self.cells
         for rung in self.rungs:
@@ -113,7 +198,7 @@ class Race:
         return found
 
     def rate(self, cell: Cell) -> float:
-        """Return a candidate's learning rate: one for all, scaled if the user says so."""
+        """Return a candidate's learning rate: the same for all, up to rate_scales."""
         (rate,) = self.config.learning_rates or (self.learning_rate,)
         scale = 1.0 if cell.is_plain else self.config.rate_scales.get(cell.rule, 1.0)
         return rounded(rate * scale)
@@ -154,5 +239,5 @@ class Race:
         return Lap(rung, ranking, tuple(figures[cell] for cell in ranking), staying)
 
     def _places(self, rung: Rung) -> int:
-        """Return how many go on after a rung."""
+        """Return how many candidates continue after a rung."""
         return max(1, -(-rung.field // 2)) + self.keeps_plain

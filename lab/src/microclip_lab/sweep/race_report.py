@@ -1,4 +1,4 @@
-"""What a race reports: who left when, who won, and how little or much that means."""
+"""The report of a race: when candidates dropped out, which one won, and how certain that is."""
 
 from __future__ import annotations
 
@@ -11,35 +11,35 @@ from typing import Any
 
 from microclip.report.comparison import signed
 from microclip.report.statistics import estimate
-from microclip_lab.jobs.job import Cell, Result
+from microclip_lab.jobs.plan import Cell, Result
 from microclip_lab.sweep.grid import Finished
 from microclip_lab.sweep.race import Lap, Race
 from microclip_lab.sweep.summary import finite
 
 FORMAT, VERSION = "microclip-race", 1
-CLEAR = 2.0  # times its own variation, from which on a lead is called one
-FEWEST_LOOKS = 3  # that a variation can be told from
+CLEAR = 2.0  # a lead counts from this multiple of its variation on
+FEWEST_LOOKS = 3  # needed to estimate a variation
 
 
 @dataclass(frozen=True)
 class Place:
-    """How a candidate fared."""
+    """The result of a candidate."""
 
     cell: Cell
     learning_rate: float
     figures: Mapping[int, float]  # mean validation figure by rung
-    runs: Mapping[int, Result]  # by seed, as far as they came
+    runs: Mapping[int, Result]  # by seed, as far as they went
     won: bool
 
     @property
     def last_step(self) -> int:
-        """Where it left, or the end."""
+        """The step at which it dropped out, or the last one."""
         return max(self.figures)
 
 
 @dataclass(frozen=True)
-class Podium:
-    """Everything a race reports."""
+class RaceReport:
+    """The results of a race."""
 
     recipe: str
     race: Race
@@ -48,11 +48,11 @@ class Podium:
 
     @property
     def winner(self) -> Place:
-        """Who won."""
+        """The winning candidate."""
         return self.places[0]
 
     def to_json(self, setup: Mapping[str, Any]) -> dict[str, Any]:
-        """Return everything for other programs; what is not finite is null."""
+        """Return the results as JSON, with null for non-finite numbers."""
         race = self.race
         said = {
             "format": FORMAT,
@@ -72,28 +72,28 @@ class Podium:
         return found
 
 
-def award(recipe: str, race: Race, finished: Finished) -> Podium:
-    """Compute everything that is reported of a race that is over."""
+def report_race(recipe: str, race: Race, finished: Finished) -> RaceReport:
+    """Return the report of a finished race."""
     laps = race.laps(finished)
     assert len(laps) == len(race.rungs), "the race is not over"
     places = tuple(
         _place(race, cell, laps, finished, won=cell == laps[-1].ranking[0]) for cell in _order(laps)
     )
-    return Podium(recipe, race, places, verdict(race, laps, places))
+    return RaceReport(recipe, race, places, verdict(race, laps, places))
 
 
 def verdict(race: Race, laps: Sequence[Lap], places: Sequence[Place]) -> str:
-    """Say who won, by how much, and whether that is more than chance."""
+    """Return a sentence: which candidate won, by how much, and whether that may be chance."""
     winner = places[0]
     lap = next((lap for lap in reversed(laps) if len(lap.ranking) > 1), None)
     if lap is None:
-        return f"{winner.cell.name} ran alone."
+        return f"{winner.cell.name} was the only candidate."
     metric = f"validation_{race.headline}"
     step = lap.rung.step
     if not math.isfinite(winner.figures[step]):
-        return f"Nobody won: at step {step} all that were left had diverged. Lower the rate."
+        return f"No winner: at step {step} all remaining candidates had diverged. Lower the rate."
     second = next(place for place in places[1:] if place.cell in lap.ranking)
-    said = f"{winner.cell.name} won. At step {step}, the last that both ran, it was ahead of "
+    said = f"{winner.cell.name} won. At step {step}, the last one both reached, it was ahead of "
     if not math.isfinite(second.figures[step]):
         return f"{said}{second.cell.name}, which had diverged."
     lead = winner.figures[step] - second.figures[step]
@@ -110,7 +110,7 @@ def verdict(race: Race, laps: Sequence[Lap], places: Sequence[Place]) -> str:
 
 
 def variation(curve: Sequence[float]) -> float | None:
-    """Return by how much a curve varies from look to look, whatever its slow trend is.
+    """Return how much a curve varies from one evaluation to the next, apart from its slow trend.
 
     >>> variation([0.0, 2.0, 0.0, 2.0])  # independent neighbours are sqrt(2) deviations apart
     1.4142135623730951
@@ -122,7 +122,7 @@ def variation(curve: Sequence[float]) -> float | None:
 
 
 def _of_plain(race: Race, winner: Place, places: Sequence[Place]) -> str:
-    """Say where plain training left, if it did before the end: it is what one would do else."""
+    """Return a sentence on when plain training, the baseline, dropped out, if it did."""
     plain = next(place for place in places if place.cell.is_plain)
     step = plain.last_step
     if plain.won or step == race.steps:
@@ -130,7 +130,7 @@ def _of_plain(race: Race, winner: Place, places: Sequence[Place]) -> str:
     behind = abs(winner.figures[step] - plain.figures[step])
     if not math.isfinite(behind):
         return f" Plain training had diverged by step {step}."
-    return f" Plain training left at step {step}, {behind:.3g} behind."
+    return f" Plain training dropped out at step {step}, {behind:.3g} behind."
 
 
 def _over_looks(winner: Place, second: Place, step: int, lead: float) -> str:
@@ -140,17 +140,17 @@ def _over_looks(winner: Place, second: Place, step: int, lead: float) -> str:
     spread = variation(leads)
     if spread is None:
         return (
-            ". There were too few looks at the validation data to say whether that is more than "
-            "chance; look more often, or race on more seeds."
+            ". There were too few evaluations to tell whether that is more than chance; evaluate "
+            "more often, or race on more seeds."
         )
-    said = f"; from look to look this lead varies by {spread:.2g}. "
+    said = f"; this lead varies by {spread:.2g} between evaluations. "
     if abs(lead) < CLEAR * spread:
         return said + (
-            "So the two cannot be told apart by this race. Race on more seeds (--race-seeds), or "
+            "So this race does not separate the two. Race on more seeds (--race-seeds), or run a "
             "sweep."
         )
     return said + (
-        "That is more than the noise of one run, but it is one run: other seeds may say otherwise. "
+        "That is more than the noise of one run, but it is a single run: other seeds may differ. "
         "A sweep would tell."
     )
 
@@ -167,14 +167,14 @@ def _over_seeds(race: Race, winner: Place, second: Place, step: int) -> str:
     assert found.high is not None
     said = f"; seed by seed {signed(found)}, over {found.count} seeds. "
     if found.low <= 0 <= found.high:
-        return said + "The interval includes 0: the two cannot be told apart by this race."
+        return said + "The interval includes 0: this race does not separate the two."
     return said + (
-        "The interval does not include 0; but it was chosen for being ahead, which flatters it."
+        "The interval excludes 0, but the winner was selected for being ahead, which flatters it."
     )
 
 
 def _order(laps: Sequence[Lap]) -> list[Cell]:
-    """Return all candidates, the winner first: who came farther, then who was better there."""
+    """Return all candidates, the winner first: by how far they got, then by rank there."""
     order: dict[Cell, None] = {}
     for lap in reversed(laps):
         order |= dict.fromkeys(lap.ranking)

@@ -1,7 +1,8 @@
-"""What a sweep was begun with, so that nobody goes on with it in another way unknowingly.
+"""The settings a sweep was started with, so that it is never resumed with others by accident.
 
-Which sizes, rules and seeds there are may change: they say which trainings there are, not what a
-training is, and what was done before still counts. In a race they decide who goes on, and may not.
+A sweep may be resumed with other sizes, rules and seeds: they decide which runs there are, not what
+a run does, and finished runs still count. In a race they decide which candidates continue, so they
+may not change.
 """
 
 from __future__ import annotations
@@ -26,22 +27,22 @@ OF_JOBS = ("microbatch_size", "rule")  # each job has its own
 
 
 class ChangedError(SettingError):
-    """A sweep is to be gone on with in another way than it was begun; the message says which."""
+    """A sweep is being resumed with other settings; the message lists them."""
 
 
 def describe(recipe: Recipe[Any, Any], training: Training, config: SweepConfig) -> dict[str, Any]:
-    """Return all that results depend on."""
+    """Return all settings that results depend on."""
     said = {"recipe": recipe.name, **settings(recipe, training), "seed": training.seed}
     said |= {name: getattr(config, name) for name in (OF_RACES if config.race else OF_SWEEPS)}
-    # plain training has no engine; whatever says so, a sweep has one
+    # settings() drops these for plain training, but a sweep has them
     said |= {"engine": training.engine, "by_domain": training.by_domain}
     kept = {name: value for name, value in said.items() if name not in OF_JOBS}
     described: dict[str, Any] = json.loads(json.dumps(kept, default=_plain, sort_keys=True))
     return described
 
 
-def settle(study: optuna.Study, out: Path, setup: Mapping[str, Any], name: str) -> None:
-    """Note what a sweep is begun with, in its storage and its folder; or find that it changed."""
+def check_setup(study: optuna.Study, out: Path, setup: Mapping[str, Any], name: str) -> None:
+    """Record the settings of a new sweep in its storage and folder, or check them on resume."""
     file = out / f"{name}-setup.json"
     found = [(f"The study {study.study_name!r}", study.user_attrs.get(SETUP))]
     if file.exists():
@@ -49,8 +50,9 @@ def settle(study: optuna.Study, out: Path, setup: Mapping[str, Any], name: str) 
     for what, before in found:
         if before is not None and before != setup:
             raise ChangedError(
-                f"{what} was begun in another way: {'; '.join(differences(before, setup))}. Give "
-                "it the same options, or choose another folder (--out) and study."
+                f"{what} was started with other settings: "
+                f"{'; '.join(differences(before, setup))}. Use the same options, or choose another "
+                "folder (--out) and study."
             )
     if SETUP not in study.user_attrs:
         study.set_user_attr(SETUP, dict(setup))
@@ -58,7 +60,7 @@ def settle(study: optuna.Study, out: Path, setup: Mapping[str, Any], name: str) 
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Say what is not as it was.
+    """Return what has changed, in words.
 
     >>> differences({"steps": 10, "seed": 0}, {"steps": 20, "seed": 0})
     ['steps was 10 and is now 20']

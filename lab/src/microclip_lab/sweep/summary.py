@@ -1,68 +1,105 @@
-"""From finished trainings to what a sweep reports: figures, intervals, a sentence that follows.
+"""From finished runs to the report of a sweep: figures, intervals and a verdict.
 
-Differences are paired: a cell minus plain training of the same seed, so that what a seed makes
-harder for both cancels out. Validation data say which is best, test data what it is worth.
+Differences are paired: a cell minus plain training with the same seed, so that effects of the seed
+cancel. Validation data selects the best cell, test data measures it.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
+
 from microclip.report.comparison import signed
-from microclip.report.statistics import Estimate, estimate
-from microclip_lab.jobs.job import PLAIN, Cell, Result
-from microclip_lab.sweep.bootstrap import ENOUGH, Interval, bootstrap
+from microclip.report.statistics import CONFIDENCE, Estimate, estimate
+from microclip_lab.jobs.plan import PLAIN, Cell, Result
 from microclip_lab.sweep.grid import Finished, Grid
 
+DRAWS = 10_000
+ALL_OF_THEM = 50_000  # up to this many resamples, all are used
+ENOUGH = 10  # seeds from which on the interval has about the right width
+
+
+@dataclass(frozen=True)
+class Interval:
+    """The central 95 % of the resampled means."""
+
+    low: float
+    high: float
+
+
+def bootstrap(values: Sequence[float]) -> Interval | None:
+    """Return the percentile interval of the mean; None for a single value.
+
+    Unlike a t-interval it assumes no distribution, but it needs more seeds. For up to six values
+    all n^n resamples are used, so the result is exact.
+
+    >>> bootstrap([0.0, 2.0])  # means 0, 1, 1, 2
+    Interval(low=0.0, high=2.0)
+    """
+    count = len(values)
+    if count < 2:
+        return None
+    if count**count <= ALL_OF_THEM:
+        places = np.array(list(itertools.product(range(count), repeat=count)))
+    else:
+        places = np.random.default_rng(0).integers(0, count, (DRAWS, count))
+    means = np.asarray(values, dtype=np.float64)[places].mean(axis=1)
+    ends = ((1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2)
+    low, high = np.quantile(means, ends, method="inverted_cdf")
+    return Interval(float(low), float(high))
+
+
 FORMAT, VERSION = "microclip-sweep", 1
-PREFIXES = {"last": "", "best": "best_"}  # of metrics of the last weights, of the best checkpoint
+PREFIXES = {"last": "", "best": "best_"}  # metrics of the last weights and of the best checkpoint
 
 
 @dataclass(frozen=True)
 class Figure:
-    """A test figure of a cell over seeds, and how far it is from that of plain training."""
+    """A test figure of a cell over seeds, and its difference from plain training."""
 
     values: Mapping[int, float]  # by seed
-    mean: Estimate | None  # None: some of its trainings diverged
-    difference: Estimate | None  # None: plain itself, or one of the two diverged
+    mean: Estimate | None  # None: some of its runs diverged
+    difference: Estimate | None  # None: plain training itself, or one of the two diverged
     bootstrap: Interval | None  # of the difference
 
 
 @dataclass(frozen=True)
-class Row:
-    """What is reported of a cell."""
+class SweepRow:
+    """The results of a cell."""
 
     cell: Cell
     learning_rate: float | None  # None: it diverged at every rate that was tried
     tried: Mapping[float, float]  # mean validation figure by rate; NaN: hopeless
     at_edge: bool
     runs: Mapping[int, Result]  # by seed
-    validation: float  # mean over the evaluation seeds, of the weights it is judged by
+    validation: float  # mean over the evaluation seeds, of the compared weights
     last: Figure
     best: Figure
 
     def figure(self, which: str) -> Figure:
-        """Return the figure of the last weights, or of the best checkpoint."""
+        """Return the figure of the "last" weights, or of the "best" checkpoint."""
         return self.best if which == "best" else self.last
 
 
 @dataclass(frozen=True)
 class Summary:
-    """Everything a sweep reports."""
+    """The results of a sweep."""
 
     recipe: str
     grid: Grid
-    rows: tuple[Row, ...]  # plain training first
-    best: Row | None  # on validation data, but for plain training; None: nothing to compare
+    rows: tuple[SweepRow, ...]  # plain training first
+    best: SweepRow | None  # the best clipped one on validation data; None: nothing to compare
     verdict: str
     notes: tuple[str, ...]
 
     def to_json(self, setup: Mapping[str, Any]) -> dict[str, Any]:
-        """Return everything for other programs; what is not finite is null."""
+        """Return the results as JSON, with null for non-finite numbers."""
         grid = self.grid
         said = {
             "format": FORMAT,
@@ -84,17 +121,17 @@ class Summary:
 
 
 def summarise(recipe: str, grid: Grid, finished: Finished) -> Summary:
-    """Compute everything that is reported."""
+    """Return the results of a finished sweep."""
     plain = _runs(grid, PLAIN, finished)
     rows = tuple(_row(grid, cell, finished, plain) for cell in grid.cells)
     best = best_row(rows, grid)
     return Summary(recipe, grid, rows, best, verdict(best, grid), _notes(rows, grid))
 
 
-def best_row(rows: Sequence[Row], grid: Grid) -> Row | None:
+def best_row(rows: Sequence[SweepRow], grid: Grid) -> SweepRow | None:
     """Return the clipped cell that is best on *validation* data.
 
-    Naming the best on test data would flatter it: of several cells one is always lucky.
+    Selecting on test data would flatter it: one of several cells is always lucky.
     """
     sign = -1 if grid.lower_is_better else 1
     choices = [
@@ -105,8 +142,8 @@ def best_row(rows: Sequence[Row], grid: Grid) -> Row | None:
     return max(choices, key=lambda row: sign * row.validation, default=None)
 
 
-def verdict(best: Row | None, grid: Grid) -> str:
-    """Say in a sentence what the best cell is worth."""
+def verdict(best: SweepRow | None, grid: Grid) -> str:
+    """Return a sentence that compares the best cell with plain training."""
     if best is None:
         return "There is nothing to compare: plain training or all others diverged."
     sign = -1 if grid.lower_is_better else 1
@@ -116,24 +153,24 @@ def verdict(best: Row | None, grid: Grid) -> str:
     weights = "last weights" if which == "last" else "best checkpoint"
     seeds = f"{difference.count} seed{'s' if difference.count > 1 else ''}"
     found = (
-        f"Best on validation data: {best.cell.name}. Against plain training it makes "
-        f"{signed(difference)} of test_{grid.headline} ({weights}), over {seeds}: "
+        f"Best on validation data: {best.cell.name}. Compared with plain training, it changes "
+        f"test_{grid.headline} ({weights}) by {signed(difference)}, over {seeds}: "
     )
     if difference.low is None or difference.high is None:
-        return found + "one seed says little. Sweep with more: --seeds."
+        return found + "one seed says little. Use more: --seeds."
     low, high = sorted((sign * difference.low, sign * difference.high))
     if low > 0:
         return found + "clipping helps here."
     if high < 0:
         return found + "plain training is better here."
-    return found + "no clear difference, the interval includes 0. More seeds would narrow it."
+    return found + "no clear difference, since the interval includes 0. More seeds would narrow it."
 
 
-def _row(grid: Grid, cell: Cell, finished: Finished, plain: Mapping[int, Result]) -> Row:
+def _row(grid: Grid, cell: Cell, finished: Finished, plain: Mapping[int, Result]) -> SweepRow:
     runs = _runs(grid, cell, finished)
     kept = PREFIXES[grid.config.judge_by] + f"validation_{grid.headline}"
     sign = -1 if grid.lower_is_better else 1
-    return Row(
+    return SweepRow(
         cell=cell,
         learning_rate=grid.chosen_rate(cell, finished),
         tried={
@@ -179,42 +216,42 @@ def _mean(values: Sequence[float]) -> float:
     return statistics.fmean(values) if values else math.nan
 
 
-def _notes(rows: Sequence[Row], grid: Grid) -> tuple[str, ...]:
+def _notes(rows: Sequence[SweepRow], grid: Grid) -> tuple[str, ...]:
     notes = []
     for row in rows:
         if row.learning_rate is None:
             notes.append(
-                f"{row.cell.name} diverged at every learning rate that was tried "
-                f"({', '.join(f'{rate:g}' for rate in row.tried)}). Try lower ones, or more: "
-                "--growth."
+                f"{row.cell.name} diverged at every learning rate tried "
+                f"({', '.join(f'{rate:g}' for rate in row.tried)}). Try lower ones, or more "
+                "with --growth."
             )
         elif row.at_edge:
             notes.append(
                 f"The learning rate of {row.cell.name}, {row.learning_rate:g}, is at the edge of "
-                f"what was tried ({min(row.tried):g} to {max(row.tried):g}): a better one may lie "
-                "beyond. Let it try more: --growth."
+                f"the rates tried ({min(row.tried):g} to {max(row.tried):g}): a better one may lie "
+                "beyond. Raise --growth to try more."
             )
         diverged = sum(not math.isfinite(value) for value in row.last.values.values())
         if diverged:
             notes.append(
-                f"{diverged} of {len(row.last.values)} trainings of {row.cell.name} diverged, so "
-                "that it has no mean."
+                f"{diverged} of {len(row.last.values)} runs of {row.cell.name} diverged, so it has "
+                "no mean."
             )
     seeds = grid.config.seeds
     if 1 < seeds < ENOUGH:
         notes.append(
-            f"{seeds} seeds are few to resample: the bootstrap interval comes out too narrow, and "
-            "the t-interval is the one to go by."
+            f"{seeds} seeds are too few to resample: the bootstrap interval is too narrow. Use the "
+            "t-interval."
         )
     if len(rows) > 2 and seeds > 1:
         notes.append(
-            f"Each interval is a 95 % one by itself: of {len(rows) - 1} that have nothing to find, "
-            "one in twenty excludes 0 all the same."
+            f"Each of the {len(rows) - 1} intervals is a 95 % interval by itself: without any real "
+            "effect, one in twenty still excludes 0."
         )
     return tuple(notes)
 
 
-def _row_json(row: Row) -> dict[str, Any]:
+def _row_json(row: SweepRow) -> dict[str, Any]:
     return {
         "name": row.cell.name,
         "rule": None if row.cell.is_plain else row.cell.rule,
@@ -243,7 +280,7 @@ def _figure_json(figure: Figure) -> dict[str, Any]:
 
 
 def finite(value: Any) -> Any:
-    """Return the same with None for what is not finite: JSON has no other word for it."""
+    """Return the same value with None for non-finite numbers, which JSON does not have."""
     if isinstance(value, dict):
         return {key: finite(inner) for key, inner in value.items()}
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""What sweeps and races come to, as tables: for a terminal, and in Markdown."""
+"""Results of sweeps and races as tables, for a terminal and in Markdown."""
 
 from __future__ import annotations
 
@@ -11,41 +11,40 @@ from rich.table import Table
 
 from microclip.report.comparison import signed, unsigned
 from microclip.report.statistics import Estimate
-from microclip_lab.sweep.bootstrap import Interval
-from microclip_lab.sweep.race_report import Place, Podium
-from microclip_lab.sweep.summary import Row, Summary
+from microclip_lab.sweep.race_report import Place, RaceReport
+from microclip_lab.sweep.summary import Interval, Summary, SweepRow
 
 WEIGHTS = {"last": "last weights", "best": "best checkpoint"}
 
 
 @dataclass(frozen=True)
-class Rows:
-    """A table that is not drawn yet: the first column is text, the others are numbers."""
+class TextTable:
+    """A table before formatting: the first column is text, the others are numbers."""
 
     title: str
     headings: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
 
 
-def sweep_tables(summary: Summary) -> list[Rows]:
-    """Return a table for the weights that cells are judged by, and one for the others."""
+def sweep_tables(summary: Summary) -> list[TextTable]:
+    """Return a table for the weights that are compared, and one for the others."""
     judged = summary.grid.config.judge_by
     other = "best" if judged == "last" else "last"
     return [_comparison(summary, judged), _comparison(summary, other)]
 
 
-def race_tables(podium: Podium) -> list[Rows]:
-    """Return who ran how far, with the validation figure at each rung."""
-    race = podium.race
+def race_tables(report: RaceReport) -> list[TextTable]:
+    """Return how far each candidate got, with its validation figure at each rung."""
+    race = report.race
     metric = f"validation_{race.headline}"
     steps = [rung.step for rung in race.rungs]
     if len(steps) > 1 and steps[-2] == steps[-1]:
         del steps[-1]
     tested = f"test_{race.headline}"
     return [
-        Rows(
-            f"{podium.recipe}: {metric} at each rung, {tested} at the end",
-            ("setting", "rate", *(f"step {step}" for step in steps), "left", "test"),
+        TextTable(
+            f"{report.recipe}: {metric} at each rung, {tested} at the end",
+            ("setting", "rate", *(f"step {step}" for step in steps), "dropped out", "test"),
             tuple(
                 (
                     place.cell.name,
@@ -54,14 +53,14 @@ def race_tables(podium: Podium) -> list[Rows]:
                     _left(place, race.steps),
                     _figure(_mean_of(place, tested)),
                 )
-                for place in podium.places
+                for place in report.places
             ),
         )
     ]
 
 
-def show(tables: Sequence[Rows], sentences: Sequence[str], console: Console) -> None:
-    """Print tables and what follows from them."""
+def show(tables: Sequence[TextTable], sentences: Sequence[str], console: Console) -> None:
+    """Print tables and sentences."""
     for rows in tables:
         table = Table(title=rows.title, title_justify="left")
         for place, heading in enumerate(rows.headings):
@@ -74,8 +73,8 @@ def show(tables: Sequence[Rows], sentences: Sequence[str], console: Console) -> 
         console.print(sentence, markup=False, highlight=False)
 
 
-def markdown(title: str, tables: Sequence[Rows], sentences: Sequence[str]) -> str:
-    """Return the same for a file."""
+def markdown(title: str, tables: Sequence[TextTable], sentences: Sequence[str]) -> str:
+    """Return tables and sentences in Markdown."""
     parts = [f"# {title}", *sentences[:1]]
     for rows in tables:
         lines = [
@@ -89,17 +88,17 @@ def markdown(title: str, tables: Sequence[Rows], sentences: Sequence[str]) -> st
     return "\n\n".join([*parts, *sentences[1:]]) + "\n"
 
 
-def _comparison(summary: Summary, which: str) -> Rows:
+def _comparison(summary: Summary, which: str) -> TextTable:
     grid = summary.grid
-    better = "less" if grid.lower_is_better else "more"
-    return Rows(
+    better = "lower" if grid.lower_is_better else "higher"
+    return TextTable(
         f"{summary.recipe}: test_{grid.headline} of the {WEIGHTS[which]} ({better} is better)",
-        ("setting", "rate", "mean, 95 %", "against plain, t", "bootstrap", "seeds"),
+        ("setting", "rate", "mean, 95 %", "vs. plain, t", "bootstrap", "seeds"),
         tuple(_row(row, which) for row in summary.rows),
     )
 
 
-def _row(row: Row, which: str) -> tuple[str, ...]:
+def _row(row: SweepRow, which: str) -> tuple[str, ...]:
     figure = row.figure(which)
     rate = "none" if row.learning_rate is None else f"{row.learning_rate:g}"
     return (

@@ -2,8 +2,7 @@
 
 `rates`, `conditions`, `lemmas` and `steps` are the paper's statements as printed;
 `counterexamples` shows where they fail, `corrected` what holds instead; `simulator` trains under
-the very assumptions of the theorems, so that one sees bounds hold or fail. `symbols` explains the
-letters.
+the assumptions of the theorems, to see bounds hold or fail. `symbols` explains the letters.
 """
 
 from importlib import import_module
@@ -18,7 +17,7 @@ from microclip_lab.theory import (
     steps,
     symbols,
 )
-from microclip_lab.theory.bound import Bound
+from microclip_lab.theory.rates import Bound
 
 if TYPE_CHECKING:
     from microclip_lab.theory import simulator
@@ -37,7 +36,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # the formulas need no torch, so what does need it is imported when it is asked for
+    # the formulas need no torch, so the simulator is imported on demand
     if name == "simulator":
         return import_module("microclip_lab.theory.simulator")
     raise AttributeError(f"module 'microclip_lab.theory' has no attribute {name!r}")

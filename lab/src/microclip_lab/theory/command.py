@@ -1,4 +1,4 @@
-"""`microclip theory` from beginning to end: compute, print, draw, and say where the files are."""
+"""`microclip theory` from start to finish: compute, print and plot."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from rich.table import Table
 from microclip_lab.theory.config import TheoryConfig
 from microclip_lab.theory.counterexamples import Claim, all_claims
 from microclip_lab.theory.plot import picture, rendered
-from microclip_lab.theory.table import Measure, Row, best, lines, rows, sentences, write_csv
+from microclip_lab.theory.table import Measure, TheoryRow, best, lines, rows, sentences, write_csv
 
-RUNS = 16  # simulated trainings per micro-batch size
+RUNS = 16  # simulated runs per micro-batch size
 
 
-def run(config: TheoryConfig) -> list[Row]:
+def run(config: TheoryConfig) -> list[TheoryRow]:
     """Print the table and write the files."""
-    # results to standard output, progress to standard error: one can be redirected alone
+    # results to standard output, progress to standard error, so that each can be redirected
     console, log = Console(), Console(stderr=True)
     config.out.mkdir(parents=True, exist_ok=True)
     found = rows(config, _measure(config, log) if config.simulate else None)
@@ -45,13 +45,13 @@ def run(config: TheoryConfig) -> list[Row]:
     }
     for what, (path, content) in files.items():
         path.write_bytes(content)
-        # soft_wrap and no markup: a path must come out as it is, however long or odd
+        # soft_wrap and no markup: print the path unchanged, however long or odd
         console.print(f"{what + ':':<9}{path}", soft_wrap=True, markup=False, highlight=False)
     return found
 
 
-def bounds_table(config: TheoryConfig, found: Sequence[Row]) -> Table:
-    """Return the table of bounds; the least sum of each kind is bold."""
+def bounds_table(config: TheoryConfig, found: Sequence[TheoryRow]) -> Table:
+    """Return the table of bounds; the smallest sum of each kind is bold."""
     table = Table(
         title=f"Gradient norm after {config.steps:,} steps: bias, bias + transient",
         title_justify="left",
@@ -80,7 +80,7 @@ def bounds_table(config: TheoryConfig, found: Sequence[Row]) -> Table:
 
 
 def claims_table(claims: Sequence[Claim]) -> Table:
-    """Return the table of the paper's statements, each with both sides in one instance."""
+    """Return the table of the paper's statements, each with both sides of an instance."""
     table = Table(title="Statements of the paper, checked", title_justify="left")
     table.add_column("it says", ratio=2)
     table.add_column("left", justify="right", no_wrap=True)
@@ -98,8 +98,8 @@ def claims_table(claims: Sequence[Claim]) -> Table:
     return table
 
 
-def simulated(found: Sequence[Row]) -> str:
-    """Say whether the simulated trainings kept the bounds."""
+def simulated(found: Sequence[TheoryRow]) -> str:
+    """Return a sentence: whether the simulated runs respect the bounds."""
     broken = [
         row.b
         for row in found
@@ -112,8 +112,8 @@ def simulated(found: Sequence[Row]) -> str:
             f"b = {', '.join(map(str, sorted(set(broken))))}: please report it."
         )
     return (
-        f"Simulated with the unit rule ({RUNS} trainings each), the mean gradient norm stays below "
-        "both corrected bounds at every b. No theorem speaks of the min rule, unless b = B."
+        f"Simulated with the unit rule ({RUNS} runs each), the mean gradient norm stays below both "
+        "corrected bounds at every b. No theorem covers the min rule, except at b = B."
     )
 
 

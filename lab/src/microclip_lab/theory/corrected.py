@@ -13,8 +13,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from microclip_lab.theory.bound import Bound
-from microclip_lab.theory.draws import binomial
+from microclip_lab.theory.binomial import binomial
+from microclip_lab.theory.rates import Bound
 from microclip_lab.theory.symbols import check, check_order
 
 __all__ = [

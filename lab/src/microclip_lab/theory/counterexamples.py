@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from microclip_lab.theory import conditions, lemmas, rates
+from microclip_lab.theory.binomial import binomial
 from microclip_lab.theory.corrected import second_moment
-from microclip_lab.theory.draws import binomial
 from microclip_lab.theory.symbols import check
 
 __all__ = [

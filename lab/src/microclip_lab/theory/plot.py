@@ -1,4 +1,4 @@
-"""The picture of `microclip theory`: bias, transient and their sum against b.
+"""The plot of `microclip theory`: bias, transient and their sum by b.
 
 Colours are from the palette of Okabe and Ito, which people with any colour vision can tell apart;
 marks and dashes say the same again without colour.
@@ -14,9 +14,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
 
-from microclip_lab.theory.bound import Bound
 from microclip_lab.theory.config import TheoryConfig
-from microclip_lab.theory.table import KINDS, Line, Row, best
+from microclip_lab.theory.rates import Bound
+from microclip_lab.theory.table import KINDS, SgdRate, TheoryRow, best
 
 INK, FAINT = "#1f2328", "#d8dbe0"
 COLOURS = {"printed": "#b34700", "corrected": "#56b4e9", "symmetric": "#005f46"}
@@ -24,13 +24,13 @@ MARKS = {"printed": "s", "corrected": "o", "symmetric": "^"}
 DASHES = {"printed": "--", "corrected": "-", "symmetric": "-"}
 WIDTHS = {"printed": 1.8, "corrected": 4.5, "symmetric": 1.4}  # the two corrected may coincide
 HOW_TO_READ = (
-    "How to read it: lower is better. The bias stays however long one trains, the transient fades\n"
-    "with the steps T. A ring marks the b at which a bound, the sum of both (bottom), is least."
+    "How to read it: lower is better. The bias stays however long you train, the transient fades\n"
+    "with the steps T. A ring marks the b at which a bound, the sum of both (bottom), is smallest."
 )
 
 
-def picture(config: TheoryConfig, rows: Sequence[Row], sgd: Sequence[Line]) -> Figure:
-    """Draw the bounds; the figure is not saved anywhere."""
+def picture(config: TheoryConfig, rows: Sequence[TheoryRow], sgd: Sequence[SgdRate]) -> Figure:
+    """Return a figure of the bounds."""
     figure = Figure(figsize=(7.2, 9.6), layout="constrained", facecolor="white")
     panels = figure.subplots(3, 1, sharex=True)
     parts: list[tuple[str, Callable[[Bound], float]]] = [
@@ -62,16 +62,16 @@ def picture(config: TheoryConfig, rows: Sequence[Row], sgd: Sequence[Line]) -> F
 
 
 def rendered(figure: Figure, kind: str) -> bytes:
-    """Return the picture as PNG or SVG."""
+    """Return the figure as PNG or SVG."""
     buffer = io.BytesIO()
-    # text stays text in SVG, and the same numbers give the same file
+    # text stays text in SVG, and files are reproducible
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "microclip"}):
         metadata = {"Date": None} if kind == "svg" else None
         figure.savefig(buffer, format=kind, dpi=160, facecolor="white", metadata=metadata)
     return buffer.getvalue()
 
 
-def _draw_bounds(axes: Axes, rows: Sequence[Row], part: Callable[[Bound], float]) -> None:
+def _draw_bounds(axes: Axes, rows: Sequence[TheoryRow], part: Callable[[Bound], float]) -> None:
     drawn: list[float] = []
     for kind, name in KINDS.items():
         points = [(row.b, part(bound)) for row in rows if (bound := row.bounds[kind]) is not None]
@@ -95,7 +95,7 @@ def _draw_bounds(axes: Axes, rows: Sequence[Row], part: Callable[[Bound], float]
         axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
 
 
-def _draw_best(axes: Axes, rows: Sequence[Row]) -> None:
+def _draw_best(axes: Axes, rows: Sequence[TheoryRow]) -> None:
     for kind in KINDS:
         row = best(rows, kind)
         if row is not None and (bound := row.bounds[kind]) is not None:
@@ -112,7 +112,7 @@ def _draw_best(axes: Axes, rows: Sequence[Row]) -> None:
             )
 
 
-def _draw_measured(axes: Axes, rows: Sequence[Row]) -> None:
+def _draw_measured(axes: Axes, rows: Sequence[TheoryRow]) -> None:
     for name, marker, values in (
         ("simulated, unit rule (the theorems')", "x", [row.measured for row in rows]),
         ("simulated, min rule (Algorithm 1)", "+", [row.measured_min for row in rows]),

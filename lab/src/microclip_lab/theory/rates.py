@@ -8,12 +8,31 @@ of *benign* examples. Two of the three do not hold as printed: `counterexamples`
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
-from microclip_lab.theory.bound import Bound
 from microclip_lab.theory.conditions import smallest_b
 from microclip_lab.theory.symbols import check, check_order
 
 __all__ = ["bu_et_al", "micro_batch_clipping", "sgd_with_draggers"]
+
+
+@dataclass(frozen=True)
+class Bound:
+    """An upper bound of `min_t E|g_t|`, the gradient norm at the best of T steps.
+
+    >>> Bound(bias=0.25, transient=0.5).total
+    0.75
+    """
+
+    bias: float
+    """What stays however long one trains."""
+    transient: float
+    """What falls with the number of steps T."""
+
+    @property
+    def total(self) -> float:
+        """The bound itself, the sum of both."""
+        return self.bias + self.transient
 
 
 def bu_et_al(*, T: int, B: int, sigma: float, L: float, gap: float) -> Bound:

@@ -14,9 +14,8 @@ from torch import Generator, Tensor
 
 from microclip.rules import MinNorm, Rule, Unit, apply
 from microclip_lab.theory import corrected, rates
-from microclip_lab.theory.noises import Noise
 from microclip_lab.theory.symbols import check
-from microclip_lab.theory.world import World
+from microclip_lab.theory.world import Noise, World
 
 __all__ = ["Check", "Noise", "Report", "World", "efficiency", "simulate"]
 

@@ -1,6 +1,6 @@
 """The letters of the paper: what each one means and which values it may take.
 
-Every formula here checks what it is given with `check`; no formula is in this room.
+Every formula checks its arguments with `check`; there are no formulas in this module.
 
 ==========  ==================================================================================
 letter      meaning
@@ -52,7 +52,7 @@ _SYMBOLS = {
 
 
 def check(**values: float) -> None:
-    """Raise a ValueError that says what a letter means and may be, if a value is not allowed.
+    """Raise a ValueError with the meaning of a letter if its value is not allowed.
 
     >>> check(epsilon=0.2, b=4)
     >>> check(epsilon=1.2)
@@ -70,7 +70,7 @@ def check(**values: float) -> None:
 
 
 def check_order(c: float, C: float) -> None:
-    """Raise a ValueError if no length can be at least c and at most C.
+    """Raise a ValueError unless c <= C.
 
     >>> check_order(c=3.0, C=2.0)
     Traceback (most recent call last):

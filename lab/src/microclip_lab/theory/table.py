@@ -1,6 +1,6 @@
-"""Bias and rate against b: the rows of the table, and the sentences that follow from them.
+"""Bias and rate by b: the rows of the table, and sentences that summarize them.
 
-Knows the bounds, but not how they are printed or drawn.
+Knows the bounds, but not how they are printed or plotted.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from microclip_lab.theory import corrected, rates
-from microclip_lab.theory.bound import Bound
 from microclip_lab.theory.config import TheoryConfig
+from microclip_lab.theory.rates import Bound
 
-__all__ = ["KINDS", "Line", "Row", "best", "lines", "rows", "sentences", "write_csv"]
+__all__ = ["KINDS", "SgdRate", "TheoryRow", "best", "lines", "rows", "sentences", "write_csv"]
 
-# what the bounds are called, in the order of tables and pictures
+# kinds of bounds, in the order of tables and plots
 KINDS = {
     "printed": "as printed in the paper",
     "corrected": "corrected, any noise",
@@ -25,20 +25,20 @@ KINDS = {
 
 
 @dataclass(frozen=True)
-class Row:
-    """What holds, or is said to hold, at one micro-batch size."""
+class TheoryRow:
+    """The bounds at one micro-batch size."""
 
     b: int
     c: float
     C: float
     bounds: dict[str, Bound | None]  # by kind; None where the theorem does not apply
-    measured: float | None = None  # mean gradient norm of a simulated training, if asked for
+    measured: float | None = None  # mean gradient norm of a simulated run, if requested
     measured_min: float | None = None  # the same with the rule of Algorithm 1
 
 
 @dataclass(frozen=True)
-class Line:
-    """A rate of SGD, which knows no b."""
+class SgdRate:
+    """A rate of SGD, which does not depend on b."""
 
     name: str
     bound: Bound | None
@@ -47,7 +47,7 @@ class Line:
 Measure = Callable[[int], tuple[float, float]]
 
 
-def rows(config: TheoryConfig, measure: Measure | None = None) -> list[Row]:
+def rows(config: TheoryConfig, measure: Measure | None = None) -> list[TheoryRow]:
     """Return one row for each micro-batch size."""
     found = []
     for b in config.sizes:
@@ -68,12 +68,12 @@ def rows(config: TheoryConfig, measure: Measure | None = None) -> list[Row]:
             "symmetric": _if_it_applies(corrected.micro_batch_clipping_symmetric, at),
         }
         unit, least = (None, None) if measure is None else measure(b)
-        found.append(Row(b, c, C, bounds, unit, least))
+        found.append(TheoryRow(b, c, C, bounds, unit, least))
     return found
 
 
-def lines(config: TheoryConfig) -> list[Line]:
-    """Return the rates of SGD, for comparison; the last one is the tightest that holds."""
+def lines(config: TheoryConfig) -> list[SgdRate]:
+    """Return the rates of SGD for comparison; the last one is the tightest that holds."""
     plain = {
         "T": config.steps,
         "B": config.batch_size,
@@ -84,53 +84,53 @@ def lines(config: TheoryConfig) -> list[Line]:
     drags = plain | {"epsilon": config.epsilon}
     most = drags | {"C": config.lengths(1)[1]}
     return [
-        Line("SGD without draggers (Bu et al.)", _if_it_applies(rates.bu_et_al, plain)),
-        Line("SGD with draggers, as printed", _if_it_applies(rates.sgd_with_draggers, drags)),
-        Line(
+        SgdRate("SGD without draggers (Bu et al.)", _if_it_applies(rates.bu_et_al, plain)),
+        SgdRate("SGD with draggers, as printed", _if_it_applies(rates.sgd_with_draggers, drags)),
+        SgdRate(
             "SGD with draggers, corrected, in the form of Bu et al.",
             _if_it_applies(corrected.sgd_with_draggers_simple, most),
         ),
-        # the last, without the factor that this form gives away, is the one to compare with
-        Line("SGD with draggers, corrected", _if_it_applies(corrected.sgd_with_draggers, most)),
+        # compare with the last one, which lacks the slack of this form
+        SgdRate("SGD with draggers, corrected", _if_it_applies(corrected.sgd_with_draggers, most)),
     ]
 
 
-def best(found: Sequence[Row], kind: str) -> Row | None:
-    """Return the row with the least sum of bias and transient; of equals the smallest b."""
+def best(found: Sequence[TheoryRow], kind: str) -> TheoryRow | None:
+    """Return the row with the smallest sum of bias and transient; the smallest b of ties."""
     sums = {row.b: bound.total for row in found if (bound := row.bounds[kind]) is not None}
     return min((row for row in found if row.b in sums), key=lambda row: sums[row.b], default=None)
 
 
-def sentences(config: TheoryConfig, found: Sequence[Row]) -> list[str]:
-    """Return what the table says, in words."""
+def sentences(config: TheoryConfig, found: Sequence[TheoryRow]) -> list[str]:
+    """Return a summary of the table in words."""
     said = []
     for kind, name in KINDS.items():
         row = best(found, kind)
         if row is None:
             said.append(
-                f"Bound {name}: it applies to none of these b, since it needs epsilon > 1/(b+1)."
+                f"Bound {name}: applies to none of these b, since it needs epsilon > 1/(b+1)."
             )
             continue
         bound = row.bounds[kind]
         assert bound is not None
         where = (
-            "the largest b that was asked for"
+            "the largest b requested"
             if row.b == found[-1].b
             else "the smallest b it applies to"
             if row.b == next(other.b for other in found if other.bounds[kind] is not None)
             else "a best b in between"
         )
-        said.append(f"Bound {name}: least at b = {row.b} ({bound.total:.3g}), {where}.")
+        said.append(f"Bound {name}: smallest at b = {row.b} ({bound.total:.3g}), {where}.")
     if any(row.bounds["printed"] is None for row in found) and best(found, "printed"):
         limit = max(row.b for row in found if row.bounds["printed"] is None)
         said.append(
-            f"The printed theorem says nothing of b <= {limit}: it needs epsilon > 1/(b+1), "
+            f"The printed theorem says nothing about b <= {limit}: it needs epsilon > 1/(b+1), "
             f"and epsilon is {config.epsilon:g}."
         )
     return said
 
 
-def write_csv(found: Sequence[Row]) -> str:
+def write_csv(found: Sequence[TheoryRow]) -> str:
     """Return the whole table as CSV, with full precision."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
@@ -147,7 +147,7 @@ def write_csv(found: Sequence[Row]) -> str:
 
 
 def _if_it_applies(rate: Callable[..., Bound], values: dict[str, float]) -> Bound | None:
-    """Return the rate, or None where its condition fails; the values themselves were checked."""
+    """Return the rate, or None where its condition fails; values were checked before."""
     try:
         return rate(**values)
     except ValueError:

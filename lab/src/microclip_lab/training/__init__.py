@@ -1,5 +1,5 @@
-"""Recipes: speech, vision and language models trained with micro-batch clipping, and your own.
+"""Training with micro-batch clipping: vision, speech and language recipes, and your own.
 
-A recipe says what is trained (`Recipe`); how is said by `Training`; `train` does it. This package
-imports nothing heavy by itself: `microclip train --help` is to be quick.
+A `Recipe` says what is trained and `Training` how; `train` runs it. Importing this package loads
+nothing heavy, so that `microclip train --help` is quick.
 """

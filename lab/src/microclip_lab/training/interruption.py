@@ -1,4 +1,4 @@
-"""Being asked to stop (Ctrl-C, a scheduler's SIGTERM): at the end of a step, with a checkpoint."""
+"""Stop requests (Ctrl-C, a scheduler's SIGTERM): honored after a step, with a checkpoint."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Stopped(KeyboardInterrupt):
-    """Training ended because it was asked to, after writing a checkpoint."""
+    """Training was stopped by a signal, after writing a checkpoint."""
 
     def __init__(self, number: int, step: int) -> None:
         super().__init__(number, step)
@@ -19,24 +19,24 @@ class Stopped(KeyboardInterrupt):
 
     @property
     def exit_code(self) -> int:
-        """What a shell reports of a process that such a signal ended."""
+        """What a shell reports for a process ended by this signal."""
         return 128 + self.number
 
     def __str__(self) -> str:
         return (
-            f"Stopped by {signal.Signals(self.number).name} after step {self.step}; the checkpoint "
-            "is written. The same command with --resume goes on from there."
+            f"Stopped by {signal.Signals(self.number).name} after step {self.step}, with a "
+            "checkpoint. To continue from there, run the same command with --resume."
         )
 
 
 class StopRequests:
-    """Listens inside a `with` block; asked a second time, it lets the signal do what it did before.
+    """Catches signals inside a `with` block; a second one has its usual effect.
 
-    Outside the main thread nothing is listened to, for Python does not allow it.
+    Does nothing outside the main thread, where Python does not allow signal handlers.
     """
 
     def __init__(self) -> None:
-        self.number = 0  # of the signal that came, 0 as long as none has
+        self.number = 0  # of the received signal; 0 if there was none
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Self:

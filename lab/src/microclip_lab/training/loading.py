@@ -1,27 +1,111 @@
-"""From data to batches: which rows, by `order`; how they become tensors, by the recipe.
+"""Which examples each step sees, on each process, and how they are loaded.
 
-Whether other processes load them makes no difference to what is loaded.
+The rows follow from the seed and the step alone. So a run that resumes at any step, or on another
+number of processes, sees the same mini-batches, cut into the same micro-batches. The recipe turns
+rows into tensors; loading them in worker processes does not change what is loaded.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from microclip_lab.training.batch_rng import Draws
-from microclip_lab.training.order import Order, Part, Share
+from microclip_lab.training.batch_rng import BatchRng
+from microclip_lab.training.config import SettingError, Training
 from microclip_lab.training.recipe import Data, Recipe
 
-LARGEST_LOOK = 256  # examples judged at once: without gradients more would fit, but why
+Rows = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Order:
+    """Shuffled epochs, one after the other, cut into mini-batches of B examples.
+
+    >>> order = Order(examples=5, batch_size=4, seed=0)
+    >>> sorted([*order.rows(0).tolist(), *order.rows(1).tolist()[:1]])  # an epoch has each once
+    [0, 1, 2, 3, 4]
+    """
+
+    examples: int
+    batch_size: int
+    seed: int
+
+    def rows(self, step: int) -> Rows:
+        """Return the row numbers of a step's mini-batch."""
+        start = step * self.batch_size
+        first, last = start // self.examples, (start + self.batch_size - 1) // self.examples
+        epochs = [_shuffled(self.seed, epoch, self.examples) for epoch in range(first, last + 1)]
+        offset = start - first * self.examples
+        return np.concatenate(epochs)[offset : offset + self.batch_size]
+
+
+@dataclass(frozen=True)
+class Part:
+    """The examples of a mini-batch that one process handles at once."""
+
+    step: int
+    first: int  # index of its first example in the mini-batch
+    count: int
+    is_last: bool  # whether it completes this process's share of the mini-batch
+
+
+@dataclass(frozen=True)
+class Share:
+    """The share of every mini-batch that one process handles: consecutive examples, in parts."""
+
+    batch_size: int
+    part_size: int
+    rank: int = 0
+    world: int = 1
+
+    @classmethod
+    def of(cls, training: Training, rank: int, world: int) -> Share:
+        """Return the share of a process, or explain why the batch cannot be divided."""
+        B, b, chunk = training.batch_size, training.microbatch_size, training.chunk_size
+        if B % world:
+            raise SettingError(
+                f"batch_size {B} cannot be divided equally among {world} processes. "
+                f"Choose a multiple of {world}."
+            )
+        own = B // world
+        if b is not None and own % b:
+            raise SettingError(
+                f"Each of {world} processes has {own} of the {B} examples of a batch, which cannot "
+                f"be cut into micro-batches of {b}. Choose a microbatch_size that divides {own}."
+            )
+        if chunk is not None and (own % chunk or (b is not None and chunk % b)):
+            raise SettingError(
+                f"chunk_size must divide the {own} examples of a batch that each process has"
+                + (f" and be a multiple of microbatch_size {b}" if b is not None else "")
+                + f", but got {chunk}."
+            )
+        return cls(B, chunk or own, rank, world)
+
+    def parts(self, step: int) -> list[Part]:
+        """Return the parts of a step, in order."""
+        own = self.batch_size // self.world
+        begin = self.rank * own
+        return [
+            Part(step, begin + offset, self.part_size, offset + self.part_size == own)
+            for offset in range(0, own, self.part_size)
+        ]
+
+
+@functools.lru_cache(maxsize=4)  # consecutive steps are in the same epoch or the next
+def _shuffled(seed: int, epoch: int, examples: int) -> Rows:
+    return np.random.default_rng((seed, epoch)).permutation(examples)
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """A part of a mini-batch, ready to be differentiated."""
+    """A loaded part of a mini-batch."""
 
     part: Part
     batch: Any
@@ -30,31 +114,21 @@ class Loaded:
 
 
 class TrainingParts(Dataset[Loaded]):
-    """Gives the part of a mini-batch for its description."""
+    """Loads parts of mini-batches."""
 
     def __init__(self, recipe: Recipe[Any, Any], data: Data[Any], order: Order) -> None:
         self.recipe, self.data, self.order = recipe, data, order
 
     def __getitem__(self, part: Part) -> Loaded:
         rows = self.order.rows(part.step)[part.first : part.first + part.count].tolist()
-        draws = Draws(self.order.seed, part.step, self.order.batch_size, part.first, part.count)
+        rng = BatchRng(self.order.seed, part.step, self.order.batch_size, part.first, part.count)
         data = self.data
         return Loaded(
             part,
-            self.recipe.collate([data.training[row] for row in rows], draws),
+            self.recipe.collate([data.training[row] for row in rows], rng),
             rows if data.ids is None else [data.ids[row] for row in rows],
             None if data.domains is None else [data.domains[row] for row in rows],
         )
-
-
-class Looks(Dataset[tuple[list[int], Any]]):
-    """Gives the rows of examples to be judged, and their batch."""
-
-    def __init__(self, recipe: Recipe[Any, Any], examples: Any) -> None:
-        self.recipe, self.examples = recipe, examples
-
-    def __getitem__(self, rows: list[int]) -> tuple[list[int], Any]:
-        return rows, self.recipe.collate([self.examples[row] for row in rows], None)
 
 
 def training_parts(
@@ -65,43 +139,20 @@ def training_parts(
     steps: range,
     workers: int,
 ) -> Iterator[Loaded]:
-    """Yield the parts of these steps that are this process's own."""
+    """Yield this process's parts of these steps."""
     parts = (part for step in steps for part in share.parts(step))
-    yield from _loader(TrainingParts(recipe, data, order), parts, workers)
+    yield from data_loader(TrainingParts(recipe, data, order), parts, workers)
 
 
-def looks(
-    recipe: Recipe[Any, Any], examples: Any, share: Share, workers: int
-) -> Iterator[tuple[list[int], Any]]:
-    """Yield what this process judges of the examples, row numbers first.
-
-    Every process gets as many batches as any other, since models that are sharded must be called
-    together: where rows run out, the first ones are judged again.
-    """
-    size = min(share.part_size, LARGEST_LOOK)
-    own = [
-        row % len(examples)
-        for row in range(share.rank, _up(len(examples), share.world), share.world)
-    ]
-    yield from _loader(
-        Looks(recipe, examples),
-        (own[i : i + size] for i in range(0, len(own), size)),
-        workers,
-    )
-
-
-def _up(count: int, multiple: int) -> int:
-    return -(-count // multiple) * multiple
-
-
-def _loader(dataset: Dataset[Any], keys: Iterable[Any], workers: int) -> Iterable[Any]:
+def data_loader(dataset: Dataset[Any], keys: Iterable[Any], workers: int) -> Iterable[Any]:
+    """Return a loader that yields `dataset[key]` for each key, in order."""
     return DataLoader(
         dataset,
         sampler=keys,
         batch_size=None,
         num_workers=workers,
         collate_fn=_as_it_is,
-        generator=torch.Generator(),  # else it would draw from the one that dropout draws from
+        generator=torch.Generator(),  # else it would advance the generator that dropout uses
     )
 
 

@@ -1,4 +1,4 @@
-"""How far a training run is: a line at every look, and a bar in a terminal."""
+"""Progress of a training run: a line per evaluation, and a bar in a terminal."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 
 class StepProgress:
-    """Shows steps, rates and time left; on a console that is None, nothing."""
+    """Shows steps, rates and time left; silent if the console is None."""
 
     def __init__(self, console: Console | None, steps: int, done: int, batch_size: int) -> None:
         self._console, self._steps, self._size = console, steps, batch_size
@@ -42,8 +42,8 @@ class StepProgress:
         if self._bar is not None:
             self._bar.update(self._task, completed=done, description=self._rate(done))
 
-    def look(self, done: int, figures: Mapping[str, float]) -> None:
-        """Say what was measured."""
+    def evaluated(self, done: int, figures: Mapping[str, float]) -> None:
+        """Print the figures of an evaluation."""
         if self._console is not None:
             said = ", ".join(f"{name} {value:.4g}" for name, value in figures.items())
             line = f"step {done} of {self._steps}: {said} ({self._rate(done)})"
@@ -52,7 +52,7 @@ class StepProgress:
     def _rate(self, done: int) -> str:
         seconds, since = time.monotonic() - self._began, done - self._start
         if not since or not seconds:
-            return "beginning"
+            return "starting"
         left = seconds / since * (self._steps - done)
         unit = f"{left / 60:.1f} min" if left < 5400 else f"{left / 3600:.1f} h"
         return f"{since * self._size / seconds:,.0f} examples/s, {unit} left"

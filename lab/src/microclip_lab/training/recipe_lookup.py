@@ -1,4 +1,4 @@
-"""Finding the recipe that a user names: one of ours, or a class in a Python file of theirs."""
+"""Finding the recipe that a user names: a built-in one, or a class in a Python file."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 from microclip_lab.training.config import SettingError
 from microclip_lab.training.recipe import Recipe
 
-OURS = {
+BUILT_IN = {
     "vision": "microclip_lab.vision.recipe:Vision",
     "speech": "microclip_lab.speech.recipe:Speech",
     "language": "microclip_lab.language.recipe:Language",
@@ -24,24 +24,24 @@ RecipeClass = type[Recipe[Any, Any]]
 
 
 def find_recipe(name: str) -> RecipeClass:
-    """Return the recipe class for "vision", "mine.py", or "mine.py:Class" if it has several."""
-    if name in OURS:
-        module, _, cls = OURS[name].partition(":")
+    """Return the recipe class for "vision", "mine.py", or "mine.py:Class" if a file has several."""
+    if name in BUILT_IN:
+        module, _, cls = BUILT_IN[name].partition(":")
         found: RecipeClass = getattr(importlib.import_module(module), cls)
         return found
     file, _, wanted = name.partition(":")
     if not file.endswith(".py"):
         raise SettingError(
-            f"There is no recipe {name!r}. Choose {', '.join(OURS)}, or give a Python file with "
-            "one of your own, such as mine.py."
+            f"There is no recipe {name!r}. Choose {', '.join(BUILT_IN)}, or give a Python file "
+            "with your own, such as mine.py."
         )
     if not Path(file).is_file():
-        raise SettingError(f"The recipe {file} is not there: no such file.")
+        raise SettingError(f"There is no recipe file {file}.")
     return _recipe_in(_imported(Path(file)), file, wanted)
 
 
 def _imported(file: Path) -> ModuleType:
-    # named after where it is, so that two files of one name do not meet
+    # the path is part of the name, so that files of the same name do not collide
     place = hashlib.sha256(str(file.resolve()).encode()).hexdigest()[:8]
     name = f"microclip_recipe_{file.stem}_{place}"
     if name in sys.modules:
@@ -50,8 +50,8 @@ def _imported(file: Path) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses and processes that load data look it up there
-    sys.path.insert(0, str(file.resolve().parent))  # what lies beside it can be imported
+    sys.modules[name] = module  # dataclasses and data loader processes look it up there
+    sys.path.insert(0, str(file.resolve().parent))  # so that it can import its neighbors
     try:
         spec.loader.exec_module(module)
     except BaseException:
@@ -77,9 +77,9 @@ def _recipe_in(module: ModuleType, file: str, wanted: str) -> RecipeClass:
         return recipes[wanted]
     if len(recipes) != 1:
         raise SettingError(
-            f"{file} should have one recipe, a subclass of microclip_lab.training.recipe.Recipe "
-            f"with all its methods written, but has {_listed(recipes)}."
-            + (f" Say which: {file}:{next(iter(recipes))}" if recipes else "")
+            f"{file} should define one recipe, a subclass of microclip_lab.training.recipe.Recipe "
+            f"that implements all its methods, but has {_listed(recipes)}."
+            + (f" Choose one: {file}:{next(iter(recipes))}" if recipes else "")
         )
     return next(iter(recipes.values()))
 

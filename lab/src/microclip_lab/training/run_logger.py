@@ -1,6 +1,6 @@
-"""What a run leaves behind: its folder, metrics, trackers, ledger and page.
+"""What a run writes: its folder, metrics, trackers, ledger and page.
 
-Only the main process writes, but for the ledger, of which every process writes its own part.
+Only the main process writes, except for the ledger, where every process writes its part.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ if TYPE_CHECKING:
     from microclip.ledger import Ledger
 
 FACTS, LOCK, PAGE, TENSORBOARD = "facts.json", ".lock", "report.html", "tensorboard"
-# what may be another when a run is taken up again: nothing that is computed depends on it
+# may change when a run resumes: results do not depend on them
 FREE = {
     *("out", "resume", "checkpoint_every", "log_every", "workers", "trackers", "ledger", "page"),
     "cpu",
 }
-OWN_PLACE = frozenset(("seed", "microbatch_size"))  # said in run.json by themselves
-OF_CLIPPING = frozenset(("rule", "engine", "by_domain"))  # plain training has none of it
-SHOWN = 300  # of the most suspicious examples, to be seen on the page
-DESCRIBED = 5_000  # examples that are all described, if there are no more
+OWN_PLACE = frozenset(("seed", "microbatch_size"))  # separate entries of run.json
+OF_CLIPPING = frozenset(("rule", "engine", "by_domain"))  # not used by plain training
+SHOWN = 300  # most suspicious examples that the page shows
+DESCRIBED = 5_000  # data sets up to this size are described completely
 
 
-class Journal:
-    """The folder of a run that is being trained."""
+class RunLogger:
+    """The folder of a run during training."""
 
     def __init__(
         self,
@@ -54,31 +54,31 @@ class Journal:
     @contextmanager
     def open(
         cls, recipe: Recipe[Any, Any], training: Training, command: str | None
-    ) -> Iterator[Journal]:
-        """Open the folder for one run at a time; close it whatever happens."""
+    ) -> Iterator[RunLogger]:
+        """Lock and open the folder of a run; always close it at the end."""
         import torch
         from accelerate import Accelerator
 
         path = Path(training.out or default_folder(recipe, training))
         accelerator = Accelerator(
-            # unless it is said, processes without an accelerator would not hear of each other
+            # without this, processes on CPUs would not communicate
             cpu=training.cpu or not torch.accelerator.is_available(),
             mixed_precision=None if training.precision == "no" else training.precision,
             log_with=list(training.trackers) or None,
             project_dir=str(path),
         )
-        journal = cls(path, accelerator, recipe, training, command)
+        logger = cls(path, accelerator, recipe, training, command)
         with _alone_in(path) if accelerator.is_main_process else _nothing():
-            journal._check()
+            logger._check()
             accelerator.wait_for_everyone()
             try:
-                yield journal
+                yield logger
             finally:
-                journal._close()
+                logger._close()
 
     @property
     def ledger(self) -> Ledger | None:
-        """The ledger, if there is to be one."""
+        """The ledger, if it is enabled."""
         if self._ledger is None and self._training.ledger:
             import microclip
 
@@ -86,7 +86,7 @@ class Journal:
         return self._ledger
 
     def begin(self, step: int, facts: Mapping[str, Any]) -> None:
-        """Say what is run, before its first step here."""
+        """Write the description of the run, before its first step."""
         accelerator, training = self.accelerator, self._training
         if accelerator.is_main_process:
             self._folder = RunFolder(
@@ -106,13 +106,13 @@ class Journal:
         accelerator.init_trackers(TENSORBOARD, init_kwargs=options)
 
     def log(self, step: int, figures: Mapping[str, float]) -> None:
-        """Note what was measured after so many steps."""
+        """Log the figures of a step."""
         if self._folder is not None:
             self._folder.log_all(step, figures)
         self.accelerator.log(dict(figures), step=step)
 
     def describe(self, recipe: Recipe[Any, Any], data: Data[Any]) -> None:
-        """Show the examples, the most suspicious ones above all, and make the page."""
+        """Describe the most suspicious examples, and write the page."""
         if self._ledger is not None:
             self._ledger.flush()
         self.accelerator.wait_for_everyone()
@@ -141,26 +141,26 @@ class Journal:
             said = dict(recipe.describe(data, row))
             if data.domains is not None:
                 said.setdefault("domain", data.domains[row])
-            if not shown:  # a table of labels is small, pictures of everything are not
+            if not shown:  # labels are small, images and sound are not
                 said = {name: said[name] for name in ("label", "truth", "domain") if name in said}
             folder.example(id, **said)
 
     def _check(self) -> None:
-        """Refuse to write over a run, or to go on with it in another way than it began."""
+        """Refuse to overwrite a run, or to resume it with other settings."""
         if not (self.path / RUN).exists():
             return
         if not self._training.resume:
             raise FileExistsError(
-                f"{self.path} holds a run already. Say --resume to go on with it, or choose "
-                "another folder: --out."
+                f"{self.path} already holds a run. Use --resume to continue it, or choose another "
+                "folder with --out."
             )
         try:
             said = json.loads((self.path / RUN).read_text(encoding="utf-8"))
             before = {**said["settings"], **{name: said[name] for name in OWN_PLACE}}
         except (ValueError, KeyError, TypeError) as error:
             raise SettingError(
-                f"{self.path / RUN} cannot be read ({error!r}), so it is not known what is to be "
-                "gone on with. Choose another folder: --out."
+                f"{self.path / RUN} cannot be read ({error!r}), so the run cannot be resumed. "
+                "Choose another folder with --out."
             ) from error
         training = self._training
         now = json.loads(json.dumps(settings(self._recipe, training), default=str))
@@ -172,8 +172,8 @@ class Journal:
         ]
         if changed:
             raise SettingError(
-                f"The run in {self.path} cannot be gone on with in another way than it began: "
-                f"{'; '.join(changed)}. Give it the same options, or choose another folder: --out."
+                f"The run in {self.path} cannot be resumed with other settings: "
+                f"{'; '.join(changed)}. Use the same options, or choose another folder with --out."
             )
 
     def _close(self) -> None:
@@ -184,7 +184,7 @@ class Journal:
 
 
 def settings(recipe: Recipe[Any, Any], training: Training) -> dict[str, Any]:
-    """Return what a run is done with, without what tells runs of one setting apart."""
+    """Return the settings of a run, without the seed and the micro-batch size."""
     fields: dict[str, Any] = asdict(recipe)  # type: ignore[call-overload]
     of_training = {
         name: value for name, value in asdict(training).items() if name not in FREE | OWN_PLACE
@@ -195,14 +195,14 @@ def settings(recipe: Recipe[Any, Any], training: Training) -> dict[str, Any]:
 
 
 def default_folder(recipe: Recipe[Any, Any], training: Training) -> Path:
-    """Return where a run goes if nothing is said."""
+    """Return the default folder of a run."""
     b = training.microbatch_size
     return Path("runs") / f"{recipe.name}-{'plain' if b is None else f'b{b}'}-seed{training.seed}"
 
 
 @contextmanager
 def _alone_in(path: Path) -> Iterator[None]:
-    """Hold the folder as long as the block runs; a process that is killed lets go of it."""
+    """Lock the folder while the block runs; the lock of a killed process is released."""
     path.mkdir(parents=True, exist_ok=True)
     with (path / LOCK).open("w") as file:
         try:
@@ -213,8 +213,8 @@ def _alone_in(path: Path) -> Iterator[None]:
             pass
         except BlockingIOError:
             raise FileExistsError(
-                f"{path} is being written by another process. Wait for it, or choose another "
-                "folder: --out."
+                f"Another process is writing to {path}. Wait for it, or choose another folder with "
+                "--out."
             ) from None
         yield
 

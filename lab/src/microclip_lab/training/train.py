@@ -1,7 +1,7 @@
-"""The training program: one loop for every recipe, on one process or many.
+"""The training loop: one for every recipe, on one process or many.
 
-What is trained is the recipe's business, what a step does to gradients the clipper's, devices and
-processes are Accelerate's. Here they meet, and what comes out goes to the run's folder.
+The recipe defines what is trained, the clipper what a step does to gradients, and Accelerate
+handles devices and processes. Results go to the folder of the run.
 """
 
 from __future__ import annotations
@@ -18,16 +18,14 @@ from torch import nn
 
 from microclip.rules import Fixed, Rule
 from microclip_lab.training.checkpoints import Checkpoints, State, load_weights
+from microclip_lab.training.components import optimizer_of, parse_rule, schedule_of
 from microclip_lab.training.config import DivergedError, Training
 from microclip_lab.training.evaluation import evaluate
 from microclip_lab.training.interruption import Stopped, StopRequests
-from microclip_lab.training.loading import Loaded, training_parts
-from microclip_lab.training.optimizers import optimizer_of, schedule_of
-from microclip_lab.training.order import Order, Share
+from microclip_lab.training.loading import Loaded, Order, Share, training_parts
 from microclip_lab.training.progress import StepProgress
 from microclip_lab.training.recipe import Data, Recipe
-from microclip_lab.training.rule_names import named
-from microclip_lab.training.run_logger import Journal
+from microclip_lab.training.run_logger import RunLogger
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -37,13 +35,13 @@ if TYPE_CHECKING:
 
 Watch = Callable[[int, dict[str, float]], None]
 
-LISTEN_EVERY = 10  # steps: asking all processes whether one was told to stop costs a message
-PATIENCE = 3  # losses in a row that are not finite, before a run is given up
+CHECK_STOP_EVERY = 10  # steps: checking all processes for stop requests takes communication
+PATIENCE = 3  # consecutive non-finite losses before a run is abandoned
 
 
 @dataclass(frozen=True)
 class Finished:
-    """What a call of `train` came to."""
+    """The result of a call of `train`."""
 
     path: Path  # the run's folder
     step: int
@@ -61,25 +59,25 @@ def train(
     command: str | None = None,
     console: Console | None = None,
 ) -> Finished:
-    """Train a recipe, or go on with it.
+    """Train a recipe, or resume a run.
 
     Args:
-        recipe: What is trained.
-        training: How.
-        until: Stop after this step, with a checkpoint; a call with resume=True goes on.
-        watch: Called after every look at the validation data, on every process, with the step and
-            the figures; what it raises ends the run.
-        rule: One that no name stands for, such as your own; `training.rule` is then only what the
-            run's settings call it.
-        command: What is noted as the command that does the run again.
-        console: Where to show how far it is; nowhere unless given.
+        recipe: What to train.
+        training: How to train it.
+        until: Stop after this step, with a checkpoint; a call with resume=True continues.
+        watch: Called after every evaluation on validation data, on every process, with the step and
+            the figures; an exception it raises ends the run.
+        rule: A rule object, such as your own; `training.rule` is then only its name in the run's
+            settings.
+        command: The command to record as the one that repeats the run.
+        console: Where to show progress; None shows nothing.
     """
     with (
         _threads(training.threads),
         StopRequests() as requests,
-        Journal.open(recipe, training, command) as journal,
+        RunLogger.open(recipe, training, command) as logger,
     ):
-        return _Run(recipe, training, journal, requests, watch, rule, console).carry_out(until)
+        return _Run(recipe, training, logger, requests, watch, rule, console).run(until)
 
 
 @contextmanager
@@ -94,13 +92,13 @@ def _threads(count: int | None) -> Iterator[None]:
 
 
 class _Run:
-    """One run, from what is on disk to what is on disk."""
+    """One run: loads or creates its state, trains, and writes results."""
 
     def __init__(
         self,
         recipe: Recipe[Any, Any],
         training: Training,
-        journal: Journal,
+        logger: RunLogger,
         requests: StopRequests,
         watch: Watch | None,
         rule: Rule | None,
@@ -110,9 +108,9 @@ class _Run:
 
         from microclip.integrations.accelerate import AcceleratedClipper
 
-        self.recipe, self.training, self.journal = recipe, training, journal
+        self.recipe, self.training, self.logger = recipe, training, logger
         self.requests, self.watch = requests, watch
-        self.accelerator = accelerator = journal.accelerator
+        self.accelerator = accelerator = logger.accelerator
         self.console = console if accelerator.is_main_process else None
         self.share = Share.of(training, accelerator.process_index, accelerator.num_processes)
         set_seed(training.seed)
@@ -120,7 +118,7 @@ class _Run:
         self._check_data()
         self.steps = training.all_steps(len(self.data.training))
         self.order = Order(len(self.data.training), training.batch_size, training.seed)
-        torch.manual_seed(training.seed)  # whatever loading has drawn
+        torch.manual_seed(training.seed)  # whatever numbers loading has drawn
         model = recipe.build(self.data)
         if training.start_from is not None:
             load_weights(model, training.start_from)
@@ -128,7 +126,7 @@ class _Run:
         self.model: nn.Module
         self.model, self.optimizer = accelerator.prepare(model, optimizer_of(training, model))
         self.schedule = schedule_of(training, self.optimizer.optimizer, self.steps)
-        # prepared, Accelerate would move it as many times per step as there are processes
+        # if prepared, Accelerate would step it once per process
         accelerator.register_for_checkpointing(self.schedule)
         if training.microbatch_size is None:
             rule = Fixed(math.inf)
@@ -136,27 +134,27 @@ class _Run:
             accelerator,
             self.model,
             training.microbatch_size,
-            rule=named(training.rule) if rule is None else rule,
+            rule=parse_rule(training.rule) if rule is None else rule,
             engine=training.engine,
-            ledger=journal.ledger,
+            ledger=logger.ledger,
         )
-        set_seed(training.seed, device_specific=True)  # processes drop out different things
-        self.checkpoints = Checkpoints(journal.path)
+        set_seed(training.seed, device_specific=True)  # dropout must differ between processes
+        self.checkpoints = Checkpoints(logger.path)
         self.state = State()
         checkpoint = self.checkpoints.last() if training.resume else None
         if checkpoint is not None:
             self.state = self.checkpoints.read(accelerator, checkpoint)
-        self.look_every = training.evaluate_every or max(1, self.steps // 20)
-        self.keep_every = training.checkpoint_every or self.look_every
+        self.evaluate_every = training.evaluate_every or max(1, self.steps // 20)
+        self.checkpoint_every = training.checkpoint_every or self.evaluate_every
         self.bad_losses = 0
         self.last = self.steps  # of this call
         self.gradient_norm: torch.Tensor | None = None  # before max_grad_norm; of a logged step
         self.figures: dict[str, float] = {}
 
-    def carry_out(self, until: int | None) -> Finished:
-        """Take the steps that are missing; at the very end, look at the test data."""
+    def run(self, until: int | None) -> Finished:
+        """Take the missing steps; after the last one, evaluate on test data."""
         self.last = self.steps if until is None else min(until, self.steps)
-        self.journal.begin(self.state.step, self._facts())
+        self.logger.begin(self.state.step, self._facts())
         parts = training_parts(
             self.recipe,
             self.data,
@@ -171,20 +169,20 @@ class _Run:
                 outcome = self._differentiate(part)
                 if outcome is None:
                     continue
-                self._move(part.part.step + 1)
+                self._optimizer_step(part.part.step + 1)
                 self.state = replace(self.state, step=part.part.step + 1)
                 progress.step(self.state.step)
                 self._after_step(outcome, progress)
         if self.state.step < self.steps:
             return self._finished()
-        if not self.figures:  # it had ended before: say again what came out
-            self.figures = self._look(self.data.validation, "validation_")
-        self._look_at_test_data()
-        self.journal.describe(self.recipe, self.data)
+        if not self.figures:  # it had finished before: report the same figures again
+            self.figures = self._evaluate(self.data.validation, "validation_")
+        self._test()
+        self.logger.describe(self.recipe, self.data)
         return self._finished()
 
     def _differentiate(self, loaded: Loaded) -> Outcome | None:
-        """Fold a part; with the last one of a step, put the clipped gradient into `.grad`."""
+        """Fold a part; after the last one of a step, the clipped gradient is in `.grad`."""
         from accelerate.utils import send_to_device
 
         batch = send_to_device(loaded.batch, self.accelerator.device)
@@ -201,10 +199,10 @@ class _Run:
         clipper.fold(loss_fn, batch, **options)
         return clipper.finish() if loaded.part.is_last else None
 
-    def _move(self, step: int) -> None:
+    def _optimizer_step(self, step: int) -> None:
         bound = self.training.max_grad_norm
         if bound is not None or self._is_logged(step):
-            # an infinite bound leaves gradients as they are, and tells how long they are
+            # an infinite bound leaves gradients unchanged, and returns their norm
             norm = self.accelerator.clip_grad_norm_(
                 self.model.parameters(), math.inf if bound is None else bound
             )
@@ -215,18 +213,20 @@ class _Run:
         self.optimizer.zero_grad()
 
     def _after_step(self, outcome: Outcome, progress: StepProgress) -> None:
-        """Log, look, keep and listen, each at its time."""
+        """Log, evaluate, write checkpoints and check for stop requests, each when it is due."""
         step = self.state.step
         if self._is_logged(step):
             self._log(outcome)
-        looking = step % self.look_every == 0 or step == self.last
-        if looking:
-            self._look_at_validation_data()
-            progress.look(step, self.figures)
-        stopping = self._asked_to_stop()
-        if (step % self.keep_every == 0 or step == self.last or stopping) and not self.bad_losses:
+        evaluating = step % self.evaluate_every == 0 or step == self.last
+        if evaluating:
+            self._validate()
+            progress.evaluated(step, self.figures)
+        stopping = self._stop_requested()
+        if (
+            step % self.checkpoint_every == 0 or step == self.last or stopping
+        ) and not self.bad_losses:
             self.checkpoints.write(self.accelerator, self.state)
-        if looking and self.watch is not None:
+        if evaluating and self.watch is not None:
             self.watch(step, dict(self.figures))
         if stopping:
             raise Stopped(stopping, step)
@@ -245,18 +245,18 @@ class _Run:
         }
         if self.training.microbatch_size is not None:
             figures |= self.clipper.metrics()
-        self.journal.log(self.state.step, figures)
+        self.logger.log(self.state.step, figures)
         self.bad_losses = 0 if math.isfinite(loss) else self.bad_losses + 1
         if self.bad_losses >= PATIENCE:
             raise DivergedError(
                 f"The loss was not finite {PATIENCE} times in a row, up to step "
-                f"{self.state.step}. The last checkpoint in {self.journal.path} is from before. "
+                f"{self.state.step}. The last checkpoint in {self.logger.path} is from before. "
                 "Try a lower learning rate, a longer warm-up, or max_grad_norm."
             )
 
-    def _look_at_validation_data(self) -> None:
-        self.figures = self._look(self.data.validation, "validation_")
-        self.journal.log(self.state.step, self.figures)
+    def _validate(self) -> None:
+        self.figures = self._evaluate(self.data.validation, "validation_")
+        self.logger.log(self.state.step, self.figures)
         value = self.figures[f"validation_{self.recipe.headline}"]
         best = self.state.best
         lower = self.recipe.lower_is_better
@@ -264,16 +264,16 @@ class _Run:
             self.state = replace(self.state, best=value, best_step=self.state.step)
             self.checkpoints.write_best(self.accelerator, self.model, self.state.step)
 
-    def _look_at_test_data(self) -> None:
-        """Look at the test data twice: with the last weights, and with the best ones."""
-        found = self._look(self.data.test, "test_")
+    def _test(self) -> None:
+        """Evaluate on test data twice: with the last weights, and with the best ones."""
+        found = self._evaluate(self.data.test, "test_")
         if self.state.best_step is not None:
             load_weights(self.model, self.checkpoints.best(self.state.best_step))
-            found |= self._look(self.data.test, "best_test_")
+            found |= self._evaluate(self.data.test, "best_test_")
         self.figures |= found
-        self.journal.log(self.state.step, found)
+        self.logger.log(self.state.step, found)
 
-    def _look(self, examples: Any, prefix: str) -> dict[str, float]:
+    def _evaluate(self, examples: Any, prefix: str) -> dict[str, float]:
         found = evaluate(
             self.accelerator,
             self.recipe,
@@ -284,11 +284,11 @@ class _Run:
         )
         return {prefix + name: value for name, value in found.items()}
 
-    def _asked_to_stop(self) -> int:
-        """Return the number of the signal that any process got; all of them hear of it together."""
+    def _stop_requested(self) -> int:
+        """Return the signal that any process has received; all of them learn of it together."""
         if self.share.world == 1:
             return self.requests.number
-        if self.state.step % LISTEN_EVERY and self.state.step < self.steps:
+        if self.state.step % CHECK_STOP_EVERY and self.state.step < self.steps:
             return 0
         number = torch.tensor(self.requests.number, device=self.accelerator.device)
         return int(self.accelerator.gather(number[None]).max())
@@ -320,4 +320,4 @@ class _Run:
         figures = dict(self.figures)
         if self.state.best is not None:
             figures[f"best_validation_{self.recipe.headline}"] = self.state.best
-        return Finished(self.journal.path, self.state.step, figures, self.state.best_step)
+        return Finished(self.logger.path, self.state.step, figures, self.state.best_step)

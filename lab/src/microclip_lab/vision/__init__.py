@@ -1,4 +1,4 @@
-"""The vision recipe: ViT and DeiT on digits, on CIFAR-10 as people labelled it, or on a folder.
+"""The vision recipe: ViT and DeiT on digits, CIFAR-10 with human labels, or a folder of images.
 
-Nothing heavy is imported before data or a model are asked for.
+Imports nothing heavy until data or a model is needed.
 """

@@ -1,9 +1,9 @@
-"""Pictures changed at random, as tensor operations. Knows nothing of files, labels' names, models.
+"""Random image augmentation as tensor operations. Knows nothing of files, class names or models.
 
-Everything random comes from `Draws`, and every function draws the same amount whatever it does, so
-that an example is changed in the same way however a mini-batch is cut into parts. Pictures are
+All random numbers come from `BatchRng`, and every function draws the same amount whatever it does,
+so that an example is augmented in the same way however a mini-batch is cut into parts. Images are
 mixed in pairs, the first with the second, the third with the fourth: cut mini-batches into even
-parts, and a pair is never torn apart.
+parts, so that pairs stay together.
 """
 
 from __future__ import annotations
@@ -17,33 +17,32 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from microclip_lab.training.batch_rng import Array, Draws
+from microclip_lab.training.batch_rng import Array, BatchRng
 from microclip_lab.vision.pictures import resized
 
-TRIES = 10  # for a crop that fits into the picture
-PROPORTIONS = 3 / 4, 4 / 3  # of random resized crops
+TRIES = 10  # attempts to find a crop that fits
+PROPORTIONS = 3 / 4, 4 / 3  # aspect ratios of random resized crops
 ERASED_AREA, ERASED_PROPORTIONS = (0.02, 1 / 3), (0.3, 1 / 0.3)
 
 
 @dataclass(frozen=True)
 class Mixed:
-    """Pictures, each of which may have a share of its partner in it, and both labels."""
+    """Images that may be mixed with a partner, and both labels."""
 
     pixels: Tensor
     labels: Tensor
-    partners: Tensor  # the labels of what was mixed in
-    shares: Tensor  # of the picture itself, from 0 to 1
+    partners: Tensor  # labels of the partners
+    shares: Tensor  # share of the image itself, from 0 to 1
 
 
 def resized_crops(
-    pictures: Sequence[Tensor], size: int, smallest: float, draws: Draws
+    pictures: Sequence[Tensor], size: int, smallest: float, rng: BatchRng
 ) -> list[Tensor]:
-    """Return a random part of each picture, resized: of its area `smallest` or more, nearly square.
+    """Return a random, nearly square crop of each image, resized; at least `smallest` of its area.
 
-    If none of ten tries fits into the picture, it is the largest part of it that is as near to a
-    square as the others.
+    If none of ten attempts fits, the crop is the largest one with an allowed aspect ratio.
     """
-    numbers = draws.random(TRIES, 4)
+    numbers = rng.random(TRIES, 4)
     return [
         resized(picture[:, top : top + height, left : left + width], size, size)
         for picture, drawn in zip(pictures, numbers, strict=True)
@@ -69,9 +68,9 @@ def _place(drawn: float, full: int, part: int) -> int:
     return int(drawn * (full - part + 1))
 
 
-def shifted(pixels: Tensor, padding: int, draws: Draws) -> Tensor:
-    """Shift each picture by up to `padding` pixels both ways; what comes in is black."""
-    offsets = torch.from_numpy(draws.integers(0, 2 * padding + 1, 2))
+def shifted(pixels: Tensor, padding: int, rng: BatchRng) -> Tensor:
+    """Shift each image by up to `padding` pixels in both directions, filling with black."""
+    offsets = torch.from_numpy(rng.integers(0, 2 * padding + 1, 2))
     count, channels, height, width = pixels.shape
     padded = F.pad(pixels, (padding,) * 4)
     rows = (offsets[:, :1] + torch.arange(height)).view(count, 1, height, 1)
@@ -80,21 +79,21 @@ def shifted(pixels: Tensor, padding: int, draws: Draws) -> Tensor:
     return padded[(*each, rows, columns)]
 
 
-def flipped(pixels: Tensor, draws: Draws) -> Tensor:
-    """Mirror every other picture, left to right."""
-    turned = torch.from_numpy(draws.random() < 0.5).view(-1, 1, 1, 1)
+def flipped(pixels: Tensor, rng: BatchRng) -> Tensor:
+    """Flip half of the images horizontally."""
+    turned = torch.from_numpy(rng.random() < 0.5).view(-1, 1, 1, 1)
     return torch.where(turned, pixels.flip(3), pixels)
 
 
-def erased(pixels: Tensor, probability: float, draws: Draws) -> Tensor:
-    """Put noise in place of a rectangle of some pictures, which are normalised already."""
-    numbers = draws.random(TRIES, 4)
-    chosen = draws.random() < probability
-    seeds = draws.integers(0, 2**62)
+def erased(pixels: Tensor, probability: float, rng: BatchRng) -> Tensor:
+    """Replace a rectangle of some images by noise; they must be normalized."""
+    numbers = rng.random(TRIES, 4)
+    chosen = rng.random() < probability
+    seeds = rng.integers(0, 2**62)
     pixels = pixels.clone()
     for row in np.flatnonzero(chosen).tolist():
         top, left, height, width = _hole(pixels[row], numbers[row])
-        # a mini-batch's worth of noise would be drawn on every rank; a seed each costs nothing
+        # a seed per image: drawing noise for the whole mini-batch on every rank would be slow
         generator = torch.Generator().manual_seed(int(seeds[row]))
         noise = torch.randn(len(pixels[row]), height, width, generator=generator)
         pixels[row, :, top : top + height, left : left + width] = noise
@@ -114,23 +113,23 @@ def _hole(picture: Tensor, drawn: Array) -> tuple[int, int, int, int]:
     return 0, 0, 0, 0
 
 
-def mixed(pixels: Tensor, labels: Tensor, mixup: float, cutmix: float, draws: Draws) -> Mixed:
-    """Mix neighbours: as a weighted mean (mixup), or with a rectangle of the partner (cutmix).
+def mixed(pixels: Tensor, labels: Tensor, mixup: float, cutmix: float, rng: BatchRng) -> Mixed:
+    """Mix neighbors: as a weighted mean (mixup), or with a rectangle of the partner (CutMix).
 
     Args:
-        pixels: The pictures.
-        labels: Theirs.
-        mixup: Shares are drawn from the beta distribution with this parameter twice; 0: no mixup.
-        cutmix: The same for rectangles. If both are given, each picture has an even chance.
-        draws: Where random numbers come from.
+        pixels: The images.
+        labels: Their labels.
+        mixup: Shares are drawn from a Beta(mixup, mixup) distribution; 0 turns it off.
+        cutmix: The same for rectangles. If both are given, each image gets one of them at random.
+        rng: Source of random numbers.
     """
-    cut = draws.random() < (0.5 if mixup and cutmix else float(cutmix > 0))
-    blend = draws.beta(mixup, mixup) if mixup else np.ones(len(pixels))
-    area = draws.beta(cutmix, cutmix) if cutmix else np.ones(len(pixels))
+    cut = rng.random() < (0.5 if mixup and cutmix else float(cutmix > 0))
+    blend = rng.beta(mixup, mixup) if mixup else np.ones(len(pixels))
+    area = rng.beta(cutmix, cutmix) if cutmix else np.ones(len(pixels))
     partner = torch.arange(len(pixels)) ^ 1
     if len(pixels) % 2:
-        partner[-1] = len(pixels) - 1  # the last of an odd number has nobody but itself
-    windows = _windows(pixels.shape[2:], 1 - area, draws.random(2))
+        partner[-1] = len(pixels) - 1  # the last of an odd number stays unmixed
+    windows = _windows(pixels.shape[2:], 1 - area, rng.random(2))
     windows = windows & torch.from_numpy(cut).view(-1, 1, 1)
     kept = torch.from_numpy(np.where(cut, 1.0, blend)).to(pixels.dtype).view(-1, 1, 1, 1)
     own = torch.where(windows[:, None], torch.zeros(()), kept)
@@ -138,12 +137,12 @@ def mixed(pixels: Tensor, labels: Tensor, mixup: float, cutmix: float, draws: Dr
         own * pixels + (1 - own) * pixels[partner],
         labels,
         labels[partner],
-        own.mean((1, 2, 3)),  # a window at the edge is smaller than it was drawn
+        own.mean((1, 2, 3)),  # windows at the edge are cut off
     )
 
 
 def _windows(shape: Sequence[int], areas: Array, centres: Array) -> Tensor:
-    """Return where rectangles of the pictures' proportion are, with what lies beyond cut off."""
+    """Return masks of rectangles with the images' aspect ratio, cut off at the edges."""
     inside = []
     for side, centre in zip(shape, centres.T, strict=True):
         length = torch.from_numpy((np.sqrt(areas) * side).astype(np.int64))

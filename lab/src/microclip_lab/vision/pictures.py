@@ -1,4 +1,4 @@
-"""Pictures with labels: what every data set of this recipe is made of. Knows no data set."""
+"""Labeled images, in memory or in files. Knows no particular data set."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class Picture(NamedTuple):
 
 
 class Source(Protocol):
-    """Where pixels come from: memory, or files that are read when they are asked for."""
+    """Where pixels come from: memory, or files that are read on demand."""
 
     def pixels(self, place: int) -> Tensor:
-        """Return a picture: channels x height x width."""
+        """Return an image: channels x height x width."""
 
     def shown(self, place: int) -> Any:
         """Return it for the page: the bytes of an image file, or height x width x channels."""
@@ -37,7 +37,7 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class Memory:
-    """Pictures that are all of one size and few enough to be held."""
+    """Images of one size that fit into memory."""
 
     held: Tensor  # pictures x channels x height x width
 
@@ -46,11 +46,11 @@ class Memory:
         return self.held[place]
 
     def shown(self, place: int) -> Any:
-        """Return it as the page's own PNG writer takes it."""
+        """Return it as the page's PNG writer expects it."""
         return self.held[place].permute(1, 2, 0).numpy()
 
     def resized(self, size: int) -> Memory:
-        """Return the same pictures in another size, with neighbouring pixels averaged."""
+        """Return the same images in another size, with antialiasing."""
         if self.held.shape[2:] == (size, size):
             return self
         smaller = F.interpolate(self.held.float(), (size, size), mode="bilinear", antialias=True)
@@ -60,14 +60,14 @@ class Memory:
 
 
 class Pictures(Sequence[Picture]):
-    """Some pictures of a source, with labels.
+    """Images of a source, with labels.
 
     Args:
         source: Where their pixels are.
-        places: Which of the source's pictures these are.
-        labels: The number of each one's class, as it is trained or judged with.
-        classes: What the classes are called.
-        truths: The right labels, where they are known.
+        places: Their indices in the source.
+        labels: Their class numbers, as used in training or evaluation.
+        classes: Class names.
+        truths: The right labels, if known.
     """
 
     def __init__(
@@ -91,25 +91,25 @@ class Pictures(Sequence[Picture]):
         return Picture(self.source.pixels(int(self.places[row])), int(self.labels[row]))
 
     def only(self, rows: Labels) -> Pictures:
-        """Return some of them."""
+        """Return these rows."""
         truths = None if self.truths is None else self.truths[rows]
         return Pictures(self.source, self.places[rows], self.labels[rows], self.classes, truths)
 
     def drawn(self, count: int | None, seed: int) -> Labels:
-        """Return the rows of so many, drawn, in the order that they have; of all, if fewer."""
+        """Return the rows of a random subset, in order; all rows if there are fewer."""
         if count is None or count >= len(self):
             return np.arange(len(self))
         return np.sort(np.random.default_rng(seed).choice(len(self), count, replace=False))
 
     @property
     def wrong(self) -> float | None:
-        """The share of wrong labels, where it is known."""
+        """The share of wrong labels, if known."""
         if self.truths is None:
             return None
         return float((self.labels != self.truths).mean())
 
     def described(self, row: int) -> dict[str, Any]:
-        """Return how the page shows one: the picture, its label and the right one."""
+        """Return what the page shows: the image, its label and the right one."""
         described = {
             "image": self.source.shown(int(self.places[row])),
             "label": self.classes[self.labels[row]],
@@ -120,24 +120,24 @@ class Pictures(Sequence[Picture]):
 
 
 def in_pictures(data: Data[Picture]) -> Pictures:
-    """Return the training pictures as what they are."""
+    """Return the training data as `Pictures`."""
     if not isinstance(data.training, Pictures):
         raise TypeError(
-            "The vision recipe works on the data that it loaded itself, but got "
+            "The vision recipe needs data from its own load(), but got "
             f"{type(data.training).__name__}."
         )
     return data.training
 
 
 def set_aside(labels: Labels, share: float) -> tuple[Labels, Labels]:
-    """Part rows into those that are kept and a share of each class, the same whatever the seed.
+    """Split rows into kept ones and a held-out share of each class, the same for every seed.
 
     >>> import numpy as np
     >>> kept, aside = set_aside(np.array([0, 0, 0, 0, 1, 1]), share=0.5)
     >>> len(kept), len(aside), sorted(np.array([0, 0, 0, 0, 1, 1])[aside].tolist())
     (3, 3, [0, 0, 1])
 
-    A class of two or more has at least one picture on each side; a single picture is kept.
+    A class of two or more has at least one image on each side; a single image is kept.
     """
     draw = np.random.default_rng(0)
     aside = np.zeros(len(labels), dtype=np.bool_)
@@ -149,7 +149,7 @@ def set_aside(labels: Labels, share: float) -> tuple[Labels, Labels]:
 
 
 def square(picture: Tensor, size: int) -> Tensor:
-    """Return the middle of a picture, size x size; a shorter side that differs is first resized."""
+    """Return the center of an image, size x size; smaller images are enlarged first."""
     shorter = min(picture.shape[1:])
     if shorter < size:
         side = [round(length * size / shorter) for length in picture.shape[1:]]
@@ -159,7 +159,7 @@ def square(picture: Tensor, size: int) -> Tensor:
 
 
 def resized(picture: Tensor, height: int, width: int) -> Tensor:
-    """Return a picture in another size, from 0 to 1; bicubic, every pixel counted."""
+    """Return an image in another size, from 0 to 1; bicubic, with antialiasing."""
     if picture.shape[1:] == (height, width):
         return floats(picture)
     return F.interpolate(floats(picture)[None], (height, width), mode="bicubic", antialias=True)[

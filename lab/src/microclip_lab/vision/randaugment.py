@@ -13,34 +13,34 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from microclip_lab.training.batch_rng import Draws
+from microclip_lab.training.batch_rng import BatchRng
 
 CHANGES = 2  # per picture
 PROBABILITY = 0.5  # that a change is made
 SPREAD = 0.5  # standard deviation of the magnitude
 MOST = 10.0  # the highest magnitude
-GREY = 0.299, 0.587, 0.114  # how bright red, green and blue are
+GREY = 0.299, 0.587, 0.114  # brightness of red, green and blue
 
 # pictures, strength of each from 0 to 1, its direction, 1 or -1, and the colour of what comes in
 Change = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
-def rand_augmented(pixels: Tensor, magnitude: float, fill: Tensor, draws: Draws) -> Tensor:
-    """Change pictures at random.
+def rand_augmented(pixels: Tensor, magnitude: float, fill: Tensor, rng: BatchRng) -> Tensor:
+    """Augment images at random.
 
     Args:
         pixels: Pictures x channels x height x width, from 0 to 1.
         magnitude: How much, up to 10.
         fill: The colour of what comes in from outside, one number per channel.
-        draws: Where random numbers come from.
+        rng: Source of random numbers.
     """
     changed = pixels.clone()
     for _ in range(CHANGES):
-        kinds = torch.from_numpy(draws.integers(0, len(KINDS)))
-        made = torch.from_numpy(draws.random() < PROBABILITY)
-        drawn = torch.from_numpy(magnitude + SPREAD * draws.normal()).clamp(0, MOST)
+        kinds = torch.from_numpy(rng.integers(0, len(KINDS)))
+        made = torch.from_numpy(rng.random() < PROBABILITY)
+        drawn = torch.from_numpy(magnitude + SPREAD * rng.normal()).clamp(0, MOST)
         strengths = (drawn / MOST).to(pixels.dtype)
-        directions = torch.from_numpy(draws.random() < 0.5).to(pixels.dtype) * 2 - 1
+        directions = torch.from_numpy(rng.random() < 0.5).to(pixels.dtype) * 2 - 1
         for number, change in enumerate(KINDS.values()):
             rows = (made & (kinds == number)).nonzero()[:, 0]
             if len(rows):
@@ -50,7 +50,7 @@ def rand_augmented(pixels: Tensor, magnitude: float, fill: Tensor, draws: Draws)
 
 
 def auto_contrast(pixels: Tensor, strength: Tensor, direction: Tensor, fill: Tensor) -> Tensor:
-    """Stretch each channel from 0 to 1; one that is all the same stays as it is."""
+    """Stretch each channel to 0 to 1; constant channels stay unchanged."""
     low, high = pixels.amin((2, 3), keepdim=True), pixels.amax((2, 3), keepdim=True)
     flat = low == high
     return torch.where(flat, pixels, (pixels - low) / torch.where(flat, 1, high - low))
@@ -70,24 +70,24 @@ def equalize(pixels: Tensor, strength: Tensor, direction: Tensor, fill: Tensor) 
 
 
 def invert(pixels: Tensor, strength: Tensor, direction: Tensor, fill: Tensor) -> Tensor:
-    """Turn bright into dark."""
+    """Invert pixels."""
     return 1 - pixels
 
 
 def posterize(pixels: Tensor, strength: Tensor, direction: Tensor, fill: Tensor) -> Tensor:
-    """Keep the first bits of each value: four, or fewer the stronger it is."""
+    """Keep the leading bits of each value: four or fewer, by strength."""
     bits = 4 - (4 * strength).floor()
     width = (2 ** (8 - bits)).view(-1, 1, 1, 1)
     return ((pixels * 255).round() / width).floor() * width / 255
 
 
 def solarize(pixels: Tensor, strength: Tensor, direction: Tensor, fill: Tensor) -> Tensor:
-    """Invert what is bright."""
+    """Invert bright pixels."""
     return torch.where(pixels >= 1 - _each(strength), 1 - pixels, pixels)
 
 
 def solarize_add(pixels: Tensor, strength: Tensor, direction: Tensor, fill: Tensor) -> Tensor:
-    """Make brighter what is dark."""
+    """Brighten dark pixels."""
     return torch.where(pixels < 128 / 255, pixels + _each(strength) * 110 / 255, pixels)
 
 
@@ -102,7 +102,7 @@ def contrast(pixels: Tensor, strength: Tensor, direction: Tensor, fill: Tensor) 
 
 
 def brightness(pixels: Tensor, strength: Tensor, direction: Tensor, fill: Tensor) -> Tensor:
-    """Make it brighter or darker."""
+    """Change the brightness."""
     return _away_from(torch.zeros_like(pixels), pixels, strength, direction)
 
 
@@ -122,7 +122,7 @@ def sharpness(pixels: Tensor, strength: Tensor, direction: Tensor, fill: Tensor)
 
 
 def rotate(pixels: Tensor, strength: Tensor, direction: Tensor, fill: Tensor) -> Tensor:
-    """Turn it by up to 30 degrees."""
+    """Rotate by up to 30 degrees."""
     angle = torch.deg2rad(30 * strength * direction)
     cos, sin = angle.cos(), angle.sin()
     return _moved(pixels, fill, xx=cos, xy=-sin, yx=sin, yy=cos)
@@ -139,12 +139,12 @@ def shear_y(pixels: Tensor, strength: Tensor, direction: Tensor, fill: Tensor) -
 
 
 def translate_x(pixels: Tensor, strength: Tensor, direction: Tensor, fill: Tensor) -> Tensor:
-    """Shift it sideways by up to 45 % of its width."""
+    """Shift horizontally by up to 45 % of the width."""
     return _moved(pixels, fill, x=0.45 * strength * direction * pixels.shape[3])
 
 
 def translate_y(pixels: Tensor, strength: Tensor, direction: Tensor, fill: Tensor) -> Tensor:
-    """Shift it up or down by up to 45 % of its height."""
+    """Shift vertically by up to 45 % of the height."""
     return _moved(pixels, fill, y=0.45 * strength * direction * pixels.shape[2])
 
 
@@ -158,7 +158,7 @@ KINDS: dict[str, Change] = {
 
 
 def _each(numbers: Tensor) -> Tensor:
-    """Let a number per picture be one per pixel."""
+    """Broadcast one number per image over its pixels."""
     return numbers.view(-1, 1, 1, 1)
 
 
@@ -185,7 +185,7 @@ def _moved(
     x: Tensor | float = 0.0,
     y: Tensor | float = 0.0,
 ) -> Tensor:
-    """Take each pixel from where an affine map sends it, around the middle, in pixels."""
+    """Apply an affine map around the center, in pixels."""
     count, _, height, width = pixels.shape
     rows = (torch.arange(height) - (height - 1) / 2).view(1, -1, 1)
     columns = (torch.arange(width) - (width - 1) / 2).view(1, 1, -1)
@@ -195,6 +195,6 @@ def _moved(
     from_columns = (a * columns + b * rows + e) * 2 / width
     from_rows = (c * columns + d * rows + f) * 2 / height
     grid = torch.stack([from_columns, from_rows], 3).to(pixels.dtype)
-    # what comes in from outside is 0: let that be the colour it is to have
+    # pixels from outside are 0: replace them by the fill color
     colour = fill.to(pixels.dtype).view(1, -1, 1, 1)
     return F.grid_sample(pixels - colour, grid, mode="bilinear", align_corners=False) + colour

@@ -1,4 +1,4 @@
-"""The recipe: which pictures, which model, how they are changed, and what is measured."""
+"""The vision recipe: data, model, augmentation and metrics."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from microclip_lab.training.batch_rng import Draws
+from microclip_lab.training.batch_rng import BatchRng
 from microclip_lab.training.config import Training
 from microclip_lab.training.recipe import Data, Recipe
 from microclip_lab.vision import augment, cifar, digits, folder, models
@@ -21,7 +21,7 @@ from microclip_lab.vision.randaugment import MOST, rand_augmented
 DIGITS, CIFAR10N = "digits", "cifar10n"
 NOISE = 0.2
 HUMAN_LABELS: cifar.HumanLabels = "random_label1"
-MOST_TOKENS = 2304  # 768 pixels in patches of 16; attention costs the square
+MOST_TOKENS = 2304  # 768 pixels in patches of 16; attention is quadratic
 LAST = 10**9  # the rank of a label when the model has no answer
 
 Batch = dict[str, Tensor]
@@ -29,61 +29,61 @@ Batch = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Vision(Recipe[Picture, int]):
-    """Train a ViT or DeiT to tell pictures apart."""
+    """Image classification with a ViT or DeiT."""
 
     name: ClassVar[str] = "vision"
     headline: ClassVar[str] = "accuracy"
 
     data: str = DIGITS
-    """digits, cifar10n, or a folder with train/CLASS/*.jpg, val/CLASS/*.jpg and perhaps test/."""
+    """digits, cifar10n, or a folder with train/CLASS/*.jpg, val/CLASS/*.jpg, optionally test/."""
     noise: float = NOISE
-    """Share of the training labels of digits that is made wrong."""
+    """Share of the training labels of digits to make wrong."""
     human_labels: cifar.HumanLabels = HUMAN_LABELS
-    """Which labels of people cifar10n is trained with: 17-18 % of random_label1 to 3 are wrong,
+    """Which human labels of cifar10n to train on: 17-18 % of random_label1 to 3 are wrong,
     9 % of aggre_label, 40 % of worse_label."""
     training_pictures: int | None = None
-    """Train with so many pictures, drawn with the seed; with all unless given."""
+    """Number of training images, drawn with the seed. Default: all."""
     drop_wrong: bool = False
-    """Train without the pictures whose label is known to be wrong: what perfect cleaning would
-    give. They are counted among training_pictures, so fewer are left."""
+    """Drop images whose label is known to be wrong, as perfect cleaning would. They count towards
+    training_pictures, so fewer are left."""
     judged_pictures: int | None = None
-    """Judge by so many validation and so many test pictures at most, the same for every seed."""
+    """Maximum number of validation images, and of test images, the same for every seed."""
     image_size: int | None = None
-    """Pixels of a side; 8 for digits, 32 for cifar10n and 224 for a folder unless given."""
+    """Side length in pixels. Default: 8 for digits, 32 for cifar10n, 224 for a folder."""
 
     architecture: models.Architecture = "vit"
-    """What is trained; deit has a second token, for distillation, which nothing is taught by."""
+    """Architecture; deit has a second, distillation token, which is not distilled to."""
     checkpoint: str | None = None
-    """A name on the hub or a folder to begin with, instead of the architecture and the sizes."""
+    """Pretrained model to start from, a hub name or a folder; replaces architecture and sizes."""
     patch_size: int = 2
-    """Pixels of a side of the squares that become tokens."""
+    """Side length of a patch in pixels."""
     hidden_size: int = 128
-    """Numbers per token."""
+    """Width of the model."""
     layers: int = 2
-    """Layers of attention."""
+    """Transformer layers."""
     heads: int = 4
-    """Heads of attention."""
+    """Attention heads."""
     dropout: float = 0.0
-    """Share of a layer's outputs that is left out in training."""
+    """Dropout probability."""
     drop_path: float = 0.0
-    """How often the last layer is left out in training; the ones before it less often."""
+    """Stochastic depth: how often the last layer is skipped; earlier ones less often."""
 
     smallest_crop: float = 1.0
-    """Train on random parts of pictures, with at least this share of the area; 1: on the middle."""
+    """Train on random crops with at least this share of the area; 1 uses the center."""
     crop_padding: int = 0
-    """Shift training pictures by up to so many pixels."""
+    """Shift training images by up to this many pixels."""
     flip: bool = False
-    """Mirror half of the training pictures, left to right."""
+    """Flip half of the training images horizontally."""
     rand_augment: float = 0.0
-    """Change training pictures in shape and colour: RandAugment's magnitude, up to 10."""
+    """Magnitude of RandAugment, up to 10; 0 turns it off."""
     erasing: float = 0.0
-    """Share of the training pictures that get a rectangle of noise."""
+    """Share of the training images with a random rectangle replaced by noise."""
     mixup: float = 0.0
-    """Blend neighbouring training pictures: parameter of the beta distribution, 0: do not."""
+    """Mixup: parameter of its beta distribution; 0 turns it off."""
     cutmix: float = 0.0
-    """Paste a piece of a neighbouring training picture: parameter as of mixup, 0: do not."""
+    """CutMix: parameter of its beta distribution; 0 turns it off."""
     label_smoothing: float = 0.0
-    """Share of the target that is spread over all classes."""
+    """Label smoothing."""
 
     def __post_init__(self) -> None:
         for option, share in {
@@ -94,7 +94,7 @@ class Vision(Recipe[Picture, int]):
             "label_smoothing": self.label_smoothing,
         }.items():
             if not 0 <= share <= 1:
-                raise ValueError(f"{option} is a share, from 0 to 1, but got {share}.")
+                raise ValueError(f"{option} must be a share from 0 to 1, but got {share}.")
         for option, number in {
             "training_pictures": self.training_pictures,
             "judged_pictures": self.judged_pictures,
@@ -112,30 +112,30 @@ class Vision(Recipe[Picture, int]):
             "cutmix": self.cutmix,
         }.items():
             if value < 0:
-                raise ValueError(f"{option} must be 0, which turns it off, or more; got {value}.")
+                raise ValueError(f"{option} must be 0 (off) or more, but got {value}.")
         if not 0 < self.smallest_crop <= 1:
             raise ValueError(
-                "smallest_crop is a share of the area, above 0 and up to 1, which turns it off, "
+                "smallest_crop must be a share of the area, above 0 and at most 1 (off), "
                 f"but got {self.smallest_crop}."
             )
         if not 0 <= self.rand_augment <= MOST:
             raise ValueError(
-                f"rand_augment is a magnitude, from 0 to {MOST:g}, but got {self.rand_augment}."
+                f"rand_augment must be a magnitude from 0 to {MOST:g}, but got {self.rand_augment}."
             )
         if self.noise != NOISE and self.data != DIGITS:
             raise ValueError(
-                f"noise is made for digits only, but got noise {self.noise} for {self.data}. Leave "
+                f"noise works with digits only, but got noise {self.noise} for {self.data}. Leave "
                 "it out."
             )
         if self.human_labels != HUMAN_LABELS and self.data != CIFAR10N:
             raise ValueError(
-                f"human_labels are those of cifar10n, but got {self.human_labels} for {self.data}. "
-                "Leave it out, or say --data cifar10n."
+                f"human_labels works with cifar10n only, but got {self.human_labels} for "
+                f"{self.data}. Leave it out, or use --data cifar10n."
             )
         if self.drop_wrong and self.data not in (DIGITS, CIFAR10N):
             raise ValueError(
-                "drop_wrong needs to know which labels are wrong, as it is known of digits and "
-                f"cifar10n, but nobody says it of {self.data}. Leave it out."
+                "drop_wrong works only where the wrong labels are known, with digits and cifar10n, "
+                f"but got {self.data}. Leave it out."
             )
         if self.checkpoint is None:
             self._check_sizes()
@@ -143,28 +143,28 @@ class Vision(Recipe[Picture, int]):
     def _check_sizes(self) -> None:
         if self.hidden_size % self.heads:
             raise ValueError(
-                f"hidden_size must be a multiple of heads, but {self.hidden_size} is none of "
-                f"{self.heads}."
+                f"hidden_size must be a multiple of heads, but {self.hidden_size} is not a "
+                f"multiple of {self.heads}."
             )
         if self.size % self.patch_size:
             raise ValueError(
                 f"patch_size must divide the image size {self.size}, but got {self.patch_size}. "
-                "Choose another one, or another --image-size."
+                "Change --patch-size or --image-size."
             )
 
     @property
     def size(self) -> int:
-        """Pixels of a side."""
+        """Side length of images in pixels."""
         return self.image_size or self._source.SIZE
 
     @property
     def _source(self) -> Any:
-        """The module that has the data."""
+        """The module that loads the data."""
         return {DIGITS: digits, CIFAR10N: cifar}.get(self.data, folder)
 
     @classmethod
     def presets(cls) -> Mapping[str, tuple[Recipe[Any, Any], Training]]:
-        """Return a run of a minute, one on photographs, one for a folder, and the paper's."""
+        """Return a run of a minute, one on photos, one for a folder, and the paper's."""
         return {
             "default": (
                 cls(patch_size=4, dropout=0.2, erasing=0.5),
@@ -257,7 +257,7 @@ class Vision(Recipe[Picture, int]):
         }
 
     def load(self, seed: int) -> Data[Picture]:
-        """Return the pictures; which are taken, and which labels are wrong, is the seed's."""
+        """Return the images; the seed selects them and decides which labels are wrong."""
         if self.data == DIGITS:
             data = digits.load(seed, self.noise, self.size)
         elif self.data == CIFAR10N:
@@ -267,8 +267,8 @@ class Vision(Recipe[Picture, int]):
         pictures = in_pictures(data)
         if self.training_pictures is not None and self.training_pictures > len(pictures):
             raise ValueError(
-                f"training_pictures must be at most {len(pictures)}, as many as {self.data} has "
-                f"for training, but got {self.training_pictures}."
+                f"training_pictures must be at most {len(pictures)}, the number of training images "
+                f"of {self.data}, but got {self.training_pictures}."
             )
         rows = pictures.drawn(self.training_pictures, seed)
         drawn = len(rows)
@@ -298,7 +298,7 @@ class Vision(Recipe[Picture, int]):
         )
 
     def build(self, data: Data[Picture]) -> nn.Module:
-        """Return the model for the pictures' classes."""
+        """Return a model for the classes of the data."""
         pictures = in_pictures(data)
         facts: dict[str, Any] = {
             "classes": len(pictures.classes),
@@ -323,36 +323,36 @@ class Vision(Recipe[Picture, int]):
         tokens = (self.size // self.patch_size) ** 2
         if tokens > MOST_TOKENS:
             raise ValueError(
-                f"patch_size {self.patch_size} makes {tokens} tokens of a picture of {self.size} x "
-                f"{self.size} pixels, more than {MOST_TOKENS}: a step would take minutes. Choose a "
-                "larger --patch-size, such as 16, or a smaller --image-size."
+                f"patch_size {self.patch_size} turns an image of {self.size} x {self.size} pixels "
+                f"into {tokens} tokens, more than {MOST_TOKENS}: a step would take minutes. Choose "
+                "a larger --patch-size, such as 16, or a smaller --image-size."
             )
 
-    def collate(self, examples: Sequence[Picture], draws: Draws | None) -> Batch:
-        """Return normalised pictures and labels; for training changed, and perhaps mixed."""
+    def collate(self, examples: Sequence[Picture], rng: BatchRng | None) -> Batch:
+        """Return normalized images and labels, augmented and perhaps mixed for training."""
         pictures = [picture.pixels for picture in examples]
         labels = torch.tensor([picture.label for picture in examples])
-        if draws is None:
+        if rng is None:
             whole = torch.stack([square(picture, self.size) for picture in pictures])
             return {"pixel_values": self._normalised(whole), "labels": labels}
         if self.smallest_crop < 1:
-            pictures = augment.resized_crops(pictures, self.size, self.smallest_crop, draws)
+            pictures = augment.resized_crops(pictures, self.size, self.smallest_crop, rng)
         else:
             pictures = [square(picture, self.size) for picture in pictures]
         pixels = torch.stack(pictures)
         if self.crop_padding:
-            pixels = augment.shifted(pixels, self.crop_padding, draws)
+            pixels = augment.shifted(pixels, self.crop_padding, rng)
         if self.flip:
-            pixels = augment.flipped(pixels, draws)
+            pixels = augment.flipped(pixels, rng)
         if self.rand_augment:
             fill = torch.tensor(self._source.MEAN)
-            pixels = rand_augmented(pixels, self.rand_augment, fill, draws)
+            pixels = rand_augmented(pixels, self.rand_augment, fill, rng)
         pixels = self._normalised(pixels)
         if self.erasing:
-            pixels = augment.erased(pixels, self.erasing, draws)
+            pixels = augment.erased(pixels, self.erasing, rng)
         if not self.mixup and not self.cutmix:
             return {"pixel_values": pixels, "labels": labels}
-        mixed = augment.mixed(pixels, labels, self.mixup, self.cutmix, draws)
+        mixed = augment.mixed(pixels, labels, self.mixup, self.cutmix, rng)
         return {
             "pixel_values": mixed.pixels,
             "labels": mixed.labels,
@@ -368,7 +368,7 @@ class Vision(Recipe[Picture, int]):
         return (pixels - mean) / deviation
 
     def losses(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Return cross-entropies, with both labels in their shares where pictures are mixed."""
+        """Return cross-entropies; mixed images have two labels, weighted by their shares."""
         logits = model(pixel_values=batch["pixel_values"]).logits.float()
 
         def losses(labels: Tensor) -> Tensor:
@@ -378,26 +378,26 @@ class Vision(Recipe[Picture, int]):
 
         if "partners" not in batch:
             return losses(batch["labels"])
-        # the same as one soft target, whose cross-entropy is linear in it
+        # equal to one soft target, since cross-entropy is linear in it
         shares = batch["shares"]
         return shares * losses(batch["labels"]) + (1 - shares) * losses(batch["partners"])
 
     def judge(self, model: nn.Module, batch: Batch) -> Sequence[int]:
-        """Return the rank of each right label: 0 if the model holds no other class likelier."""
+        """Return the rank of each right label: 0 if no other class is as likely."""
         logits = model(pixel_values=batch["pixel_values"]).logits.float()
         own = logits.gather(1, batch["labels"][:, None])
-        ranks = (logits >= own).sum(1) - 1  # a draw is no win: all the same is no answer
+        ranks = (logits >= own).sum(1) - 1  # ties count as wrong: a constant output is no answer
         ranks = ranks.masked_fill(logits.isnan().any(1), LAST)
         found: list[int] = ranks.tolist()
         return found
 
     def summary(self, records: Sequence[int]) -> dict[str, float]:
-        """Return the shares of pictures whose label is the first, and among the first five."""
+        """Return top-1 and top-5 accuracy."""
         return {
             "accuracy": sum(rank < 1 for rank in records) / len(records),
             "top5_accuracy": sum(rank < 5 for rank in records) / len(records),
         }
 
     def describe(self, data: Data[Picture], row: int) -> Mapping[str, Any]:
-        """Return the picture, its label and, where it is known, the right one."""
+        """Return the image, its label and, if known, the right one."""
         return in_pictures(data).described(row)

@@ -1,4 +1,7 @@
-"""Convolutions: products of a weight with the patches of its input."""
+"""Convolutions: products of a weight with the patches of its input.
+
+`Patches` is the contribution of a convolution's weight, `CutPatches` the same with its patches cut.
+"""
 
 from __future__ import annotations
 
@@ -15,21 +18,22 @@ from typing_extensions import override
 
 from microclip import multitensor
 from microclip.engines.base import CannotFuseError
-from microclip.engines.single_pass.formed import Formed, Use, room_for
+from microclip.engines.single_pass.contributions import Contribution, Materialized, empty_gradients
 from microclip.engines.single_pass.groups import Groups, Shares, singles, together
-from microclip.engines.single_pass.owners import arranged, refuse_gradients_of_nobody
-from microclip.engines.single_pass.plan import CALLS, Weight
-from microclip.engines.single_pass.record import Handler, Recorder, apply
-from microclip.engines.single_pass.uses import Rows
+from microclip.engines.single_pass.memory import CALLS, Weight
+from microclip.engines.single_pass.owners import arranged, refuse_unowned_gradients
+from microclip.engines.single_pass.recorder import Recorder
+from microclip.engines.single_pass.rows import Rows
+from microclip.engines.single_pass.torch_functions import Handler, apply
 
-PATCHES_AT_ONCE = 2**23  # bytes of patches cut at a time, to be read again while they are at hand
+PATCHES_AT_ONCE = 2**23  # bytes of patches cut at a time, so that they are read from the cache
 PATCHES_KEPT = 2**22  # bytes of patches that are cut once and kept
-PORTIONS = 4  # in which to do what makes copies, where memory is tight
+PORTIONS = 4  # for operations that make copies, where memory is tight
 WORTH_SAVING = 2**22  # bytes
-GROUPING_PAYS = 256  # places of a micro-batch's windows
-GROUPED_INPUTS = 64  # numbers that a window takes in
+GROUPING_PAYS = 256  # window positions of a micro-batch
+GROUPED_INPUTS = 64  # numbers in a window
 FUNCTIONS = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
-WRITING = 16  # the worth of a written number, in products: patches cost more than other rows do
+WRITING = 16  # the cost of a materialized number, in products: patches cost more than other rows
 
 
 @dataclass(frozen=True)
@@ -41,26 +45,26 @@ class Geometry:
     padding: tuple[int, ...]
     dilation: tuple[int, ...]
     groups: int
-    is_tight: bool = False  # memory goes before time
+    is_tight: bool = False  # saving memory comes before saving time
 
     @cached_property
     def inputs(self) -> int:
-        """Return how many numbers a window takes in."""
+        """Return how many numbers a window has."""
         return math.prod(self.shape[1:])
 
     def nbytes_of_patches(self, d: Tensor) -> int:
-        """Return the memory that patches take, given what comes back from all places."""
+        """Return the memory that patches take, given the output's gradient."""
         return self.inputs * d.shape[0] * math.prod(d.shape[2:]) * d.element_size()
 
     def as_weight(self, x: Tensor, result: Tensor) -> Weight:
-        """Return the weight that this convolution is to the rows of its patches."""
+        """Describe this convolution as a weight that multiplies the rows of its patches."""
         rows, each = math.prod(result.shape[2:]), multitensor.accumulation_dtype(result).itemsize
         cut = self.nbytes_of_patches(result) if self.keeps_patches(result) else x.nbytes
         kept = cut + result.nbytes
         return Weight(rows, self.shape[0], self.inputs, each, kept, WRITING, CALLS)
 
     def keeps_patches(self, d: Tensor) -> bool:
-        """Whether patches are few enough to be cut once and kept, given what comes back."""
+        """Whether patches are few enough to be cut once and kept, given the output's gradient."""
         return not self.is_tight and self.nbytes_of_patches(d) <= PATCHES_KEPT
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -69,7 +73,7 @@ class Geometry:
         return torch.convolution(x, weight, bias, *options)
 
     def input_gradient(self, d: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-        """Return what goes on to the layer before; a kernel may make several copies of it."""
+        """Return the input's gradient; a kernel may make several copies of it."""
 
         def of(d: Tensor, x: Tensor) -> Tensor:
             return cast(Tensor, self._backward(d, x, weight, [True, False, False], self.groups)[0])
@@ -88,10 +92,10 @@ class Geometry:
         return cast(Tensor, found)
 
     def weight_gradients(self, d: Tensor, x: Tensor, microbatches: Groups) -> Tensor:
-        """Return those of all micro-batches.
+        """Return the weight gradients of all micro-batches.
 
-        Micro-batches of one size become groups of channels of one convolution, and its weight
-        gradient holds theirs one after the other.
+        Micro-batches of the same size become channel groups of one convolution, whose weight
+        gradient is theirs, concatenated.
         """
         found = []
         portions = PORTIONS // 2 if self.is_tight else 1
@@ -112,8 +116,8 @@ class Geometry:
     def patches(self, x: Tensor, by_place: bool) -> Tensor:
         """Return (micro-batches, rows, inputs) of (micro-batches, examples, channels, ...).
 
-        A row is the window at one place. They lie one after the other if `by_place`, with the
-        channels of each offset side by side; else all places lie side by side for each input.
+        A row is the window at one position. If `by_place`, rows are contiguous, with the channels
+        of each offset side by side; else each input's positions are contiguous.
         """
         dimensions = len(self.stride)
         channels = 2 + dimensions if by_place else 2
@@ -136,11 +140,11 @@ class Geometry:
         return x.reshape(len(x), self.inputs, -1).mT
 
     def is_better_by_place(self, d: Tensor) -> bool:
-        """Whether more channels than places would lie side by side, given what comes back."""
+        """Whether channels make longer contiguous runs than positions."""
         return self.shape[1] >= 2 * d.shape[-1]
 
     def weights(self, products: Tensor, by_place: bool) -> Tensor:
-        """Return (..., outputs, inputs) as weights (..., *shape), whose order may be another."""
+        """Return (..., outputs, inputs) as weights (..., *shape), possibly in another order."""
         if not by_place:
             return torch.unflatten(products, -1, self.shape[1:])
         offsets = self.shape[2:]
@@ -160,8 +164,8 @@ _geometry = lru_cache(maxsize=1024)(Geometry)  # the same at every step
 
 
 @dataclass(frozen=True)
-class Patches(Use):
-    """A convolution's weight: rows, one for each place that its window took."""
+class Patches(Contribution):
+    """A convolution's weight: one row for each position of its window."""
 
     x: Tensor
     d: Tensor
@@ -182,13 +186,13 @@ class Patches(Use):
         return self._cut(groups).squared_norms(groups)
 
     @override
-    def form(self, groups: Groups) -> Tensor:
+    def materialize(self, groups: Groups) -> Tensor:
         if self._is_better_grouped(groups):
             return self.geometry.weight_gradients(self.d, self.x, groups)
-        return self._cut(groups).form(groups)
+        return self._cut(groups).materialize(groups)
 
     @override
-    def of_one(self, groups: Groups, microbatch: int) -> Tensor:
+    def gradient_of(self, groups: Groups, microbatch: int) -> Tensor:
         here = groups.examples_of(microbatch)
         found = self.geometry.weight_gradient(self.d[here], self.x[here])
         return found.to(multitensor.accumulation_dtype(found))
@@ -206,23 +210,31 @@ class Patches(Use):
         return Patches(self.x.masked_fill(each, 0.0), self.d.masked_fill(each, 0.0), self.geometry)
 
     @override
-    def kept(self, groups: Groups) -> Use:
-        """Few patches are cut once, for norms and for the sum; else a convolution finds the sum."""
+    def columns(
+        self, groups: Groups, start: int, stop: int, table_rows: Tensor | None = None
+    ) -> Tensor:
+        geometry = replace(self.geometry, shape=(stop - start, *self.shape[1:]))
+        part = Patches(self.x, self.d[:, start:stop], geometry)
+        return multitensor.widened(part.materialize(groups).flatten(1))
+
+    @override
+    def kept(self, groups: Groups) -> Contribution:
+        """Cut few patches once, for norms and sum; for many, a convolution finds the sum."""
         if not self.geometry.keeps_patches(self.d):
             return self
         return self._cut(groups, to_keep=True)
 
     def _is_better_grouped(self, groups: Groups) -> bool:
-        """Whether the library's own kernel is faster than patches: for many places, on a CPU.
+        """Whether torch's kernel is faster than patches: for many positions, on a CPU.
 
-        In half precision it would round what is to be added up.
+        In half precision it would round what is still to be added up.
         """
         rows = min(groups.sizes) * math.prod(self.d.shape[2:])
         fast = multitensor.on_host(self.d) and self.d.dtype == torch.float32
         return fast and rows >= GROUPING_PAYS and self.geometry.inputs >= GROUPED_INPUTS
 
     def _cut(self, groups: Groups, to_keep: bool = False) -> CutPatches:
-        """Return the same with its patches cut, some at a time: they overlap, and take memory."""
+        """Cut the patches, some at a time: they overlap, and take more memory than the input."""
         geometry = self.geometry
         by_place = geometry.is_better_by_place(self.d)
         inputs_first = geometry.inputs < self.shape[0]  # products are faster the wide way
@@ -250,7 +262,7 @@ def _by_channel(d: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Part:
-    """The rows of neighbouring micro-batches, each of them taken for one example."""
+    """The rows of neighboring micro-batches, with each micro-batch treated as one example."""
 
     first: int
     groups: Groups
@@ -264,8 +276,8 @@ class Part:
 
 
 @dataclass(frozen=True)
-class CutPatches(Use):
-    """The same as rows. Parts that are cut as they are asked for can be asked for once."""
+class CutPatches(Contribution):
+    """A convolution's weight as rows. Parts that are cut lazily can be iterated over only once."""
 
     parts: Iterable[Part]
     geometry: Geometry
@@ -287,20 +299,20 @@ class CutPatches(Use):
         return together([part.rows.squared_norms(part.groups) for part in self.parts])
 
     @override
-    def form(self, groups: Groups) -> Tensor:
+    def materialize(self, groups: Groups) -> Tensor:
         out = None
         for part in self.parts:
-            out = room_for(groups, part.rows.shape, part.rows.right) if out is None else out
-            part.rows.form_into(part.groups, part.of(out))
+            out = empty_gradients(groups, part.rows.shape, part.rows.right) if out is None else out
+            part.rows.materialize_into(part.groups, part.of(out))
         assert out is not None
         return self._weights(out)
 
     @override
-    def of_one(self, groups: Groups, microbatch: int) -> Tensor:
+    def gradient_of(self, groups: Groups, microbatch: int) -> Tensor:
         for part in self.parts:
             row = microbatch - part.first
             if 0 <= row < len(part.groups):
-                return self._weights(part.rows.of_one(part.groups, row))
+                return self._weights(part.rows.gradient_of(part.groups, row))
         raise IndexError(microbatch)
 
     @override
@@ -368,14 +380,14 @@ def convolution(dimensions: int) -> Handler:
     ) -> Tensor:
         options = (stride, padding, dilation, groups)
         function = FUNCTIONS[dimensions]
-        found = recorder.usual(input, weight, bias)
+        found = recorder.common_case(input, weight, bias)
         if found is None and not recorder.is_recorded(input):
             input = recorder.adopt(input)
         if found is None and (recorder.any_depends([weight]) or not recorder.depends(input)):
             if recorder.any_depends([input, weight, bias]):
                 raise CannotFuseError(
-                    "The single-pass engine cannot take apart a convolution whose weight depends "
-                    f"on the examples, beside parameter {recorder.first_name([input, bias])!r}."
+                    "The single-pass engine does not support a convolution whose weight depends on "
+                    f"the examples, with parameter {recorder.first_name([input, bias])!r}."
                 )
             return cast(Tensor, recorder.derive(function, (input, weight, bias, *options), {}))
         w, b = recorder.name(weight), recorder.name(bias)
@@ -384,8 +396,8 @@ def convolution(dimensions: int) -> Handler:
         state = found or recorder.owned(input, w or b)
         if input.dim() != dimensions + 2 or state.axis != 0:
             raise CannotFuseError(
-                f"Convolution {w or b!r} gets a tensor of shape {tuple(input.shape)} that does not "
-                "have the examples along its first dimension."
+                f"Convolution {w or b!r} gets a tensor of shape {tuple(input.shape)} whose first "
+                "dimension is not that of the examples."
             )
         recorder.expect(w, b)
         geometry = _geometry(
@@ -396,28 +408,30 @@ def convolution(dimensions: int) -> Handler:
         plain = owners.base is None and owners.outer == owners.inner == 1
 
         def images(tensor: Tensor) -> Tensor:
-            """Return the images of each example after each other."""
+            """Return the images in the order of their examples."""
             return tensor if plain else arranged(tensor, 0, owners).flatten(0, 1)
 
         def note(x: Tensor, d: Tensor) -> None:
-            refuse_gradients_of_nobody(d, 0, owners, w or b)
+            refuse_unowned_gradients(d, 0, owners, w or b)
             x, d = images(x), images(d)
             each = len(d) // recorder.groups.examples
             microbatches = recorder.groups if each == 1 else recorder.groups.times(each)
             if b is not None:
-                recorder.on_use(b, Formed(microbatches.sum(d.flatten(2).sum(2))))
+                recorder.on_contribution(b, Materialized(microbatches.sum(d.flatten(2).sum(2))))
             if w is not None and groups == 1 and each == 1:
-                recorder.on_use(w, Patches(x, d, geometry))
+                recorder.on_contribution(w, Patches(x, d, geometry))
             elif w is not None:
-                recorder.on_use(w, Formed(geometry.weight_gradients(d, x, microbatches)))
+                recorder.on_contribution(
+                    w, Materialized(geometry.weight_gradients(d, x, microbatches))
+                )
 
         with recorder.untracked():
             held = None if bias is None else bias.detach()
             kept_out = weight.detach()
-            if recorder.can_tap(input) and not recorder.is_tight:
-                result = recorder.tap(geometry.forward(input, kept_out, held), note, input)
+            if recorder.can_hook_output(input) and not recorder.is_tight:
+                result = recorder.hook_output(geometry.forward(input, kept_out, held), note, input)
             else:
-                noted = recorder.noted(note)
+                noted = recorder.final_only(note)
                 result = apply(
                     _Convolution, recorder.anchor, input, kept_out, held, geometry, noted
                 )
@@ -431,7 +445,7 @@ def convolution(dimensions: int) -> Handler:
 def _padded(
     input: Tensor, weight: Tensor, padding: str, dilations: tuple[int, ...]
 ) -> tuple[Tensor, Any]:
-    """Return an input, and a padding in numbers: what is uneven is added beforehand."""
+    """Return an input and a numeric padding; uneven padding is applied to the input."""
     spans = [(k - 1) * d for k, d in zip(weight.shape[2:], dilations, strict=True)]
     if padding != "same":
         return input, [0] * len(spans)

@@ -1,7 +1,7 @@
 """Parameters that meet every element: biases, scales, positions, class tokens.
 
-They are given to the function as copies, one for each row of the examples, and autograd does the
-rest: what it brings back to a copy is the gradient of the row's owner.
+The function gets copies of them, one for each row of the examples, and autograd does the rest: the
+gradient of a copy belongs to the row's owner.
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ import torch
 from torch import Tensor
 
 from microclip.engines.base import CannotFuseError
+from microclip.engines.single_pass.derived import copies_per_row
 from microclip.engines.single_pass.owners import DERIVED, Opaque, Owned, Owners, State
 from microclip.engines.single_pass.propagation import combined
-from microclip.engines.single_pass.record import Recorder, map_tensors, tensors_in
+from microclip.engines.single_pass.recorder import Recorder
+from microclip.engines.single_pass.torch_functions import map_tensors, tensors_in
 
 _OPERATORS = {
     "add", "sub", "mul", "truediv", "div", "floordiv", "mod", "pow", "and", "or", "xor", "lshift",
@@ -31,7 +33,7 @@ _OTHERS = {
 
 @cache
 def _pointwise_names() -> frozenset[str]:
-    """Return the names of all operations that work element by element."""
+    """Return the names of all elementwise operations."""
     found = set(_OTHERS)
     for name in dir(torch.ops.aten):
         packet = getattr(torch.ops.aten, name)
@@ -45,7 +47,7 @@ def _pointwise_names() -> frozenset[str]:
 
 @cache
 def is_pointwise(func: Any) -> bool:
-    """Whether a function works element by element on what is broadcast to one shape."""
+    """Whether a function works elementwise on arguments that are broadcast to one shape."""
     name = getattr(func, "__name__", "")
     if name.startswith("__") and name.endswith("__"):
         bare = name.strip("_")
@@ -65,7 +67,7 @@ def _is_in_place(func: Any) -> bool:
 
 
 def pointwise(recorder: Recorder, func: Any, args: Any, kwargs: Any) -> Any:
-    """Any function that works element by element."""
+    """Any elementwise function."""
     if kwargs.get("out") is not None:
         raise CannotFuseError(
             f"The single-pass engine cannot follow {func.__name__}(out=...) with parameter "
@@ -104,7 +106,7 @@ def common_state(
 
 
 class _Label:
-    """What a rule asks of a function to speak of it."""
+    """What a rule needs of a function for its messages."""
 
     def __init__(self, name: str) -> None:
         self._schema = self
@@ -112,7 +114,7 @@ class _Label:
 
 
 def owned_or_refused(recorder: Recorder, state: State | None, func: Any, arguments: Any) -> Owned:
-    """Return a state if it says who owns what."""
+    """Return a state that says who owns what, or refuse."""
     if isinstance(state, Opaque):
         raise CannotFuseError(
             "The single-pass engine cannot tell which example owns what: parameter "
@@ -124,20 +126,20 @@ def owned_or_refused(recorder: Recorder, state: State | None, func: Any, argumen
 
 
 def with_copies(recorder: Recorder, arguments: Any, shape: Sequence[int], state: Owned) -> Any:
-    """Replace what is recorded by copies, one for each row."""
+    """Replace parameters by copies, one for each row."""
 
     def copies(tensor: Tensor) -> Tensor:
         if not recorder.is_recorded(tensor):
             return tensor
         name = recorder.name(tensor)
         assert name is not None
-        return recorder.rows_of_its_own(tensor, name, shape, state)
+        return copies_per_row(recorder, tensor, name, shape, state)
 
     return map_tensors(copies, arguments)
 
 
 def refuse_writing(recorder: Recorder, func: Any, target: Tensor) -> Any:
-    """Say that examples are written into something made of parameters."""
+    """Refuse to write examples into a tensor made of parameters."""
     raise CannotFuseError(
         f"The single-pass engine cannot follow {getattr(func, '__name__', func)}(), which writes "
         f"examples into a tensor made of parameter {recorder.name(target)!r}, in place."
@@ -145,7 +147,7 @@ def refuse_writing(recorder: Recorder, func: Any, target: Tensor) -> Any:
 
 
 def expand(recorder: Recorder, parameter: Tensor, *sizes: Any, **kwargs: Any) -> Any:
-    """p.expand(B, ...): a class token, given to every example."""
+    """p.expand(B, ...): a class token for every example."""
     if kwargs:
         sizes = (kwargs["size"],)
     shape = list(sizes[0]) if sizes and not isinstance(sizes[0], int) else list(sizes)
@@ -165,7 +167,7 @@ def expand(recorder: Recorder, parameter: Tensor, *sizes: Any, **kwargs: Any) ->
                 ]
                 name = recorder.name(parameter)
                 assert name is not None
-                return recorder.rows_of_its_own(parameter, name, full, state).expand(full)
+                return copies_per_row(recorder, parameter, name, full, state).expand(full)
     return recorder.derive(func, (parameter, *sizes), {})
 
 
@@ -178,7 +180,7 @@ def expand_as(recorder: Recorder, tensor: Tensor, other: Tensor) -> Any:
         return expand(recorder, tensor, *other.shape)
     name = recorder.name(tensor)
     assert name is not None
-    return recorder.rows_of_its_own(tensor, name, other.shape, state).expand(other.shape)
+    return copies_per_row(recorder, tensor, name, other.shape, state).expand(other.shape)
 
 
 def broadcast_to(recorder: Recorder, input: Tensor, size: Sequence[int]) -> Any:
@@ -200,7 +202,7 @@ def repeat(func: Any) -> Any:
             recorder.adopted = True
             name = recorder.name(parameter)
             assert name is not None
-            # (..., s, ...) as (..., B, s, ...), which then become one axis again
+            # (..., s, ...) as (..., B, s, ...), then merged into one axis again
             value = recorder.derive(
                 torch.Tensor.reshape, (parameter, (1,) * missing + tuple(parameter.shape)), {}
             )
@@ -210,7 +212,7 @@ def repeat(func: Any) -> Any:
             state = Owned(axis, Owners(examples))
             inner = recorder.name(value)
             assert inner is not None
-            copies = recorder.rows_of_its_own(value, inner, sizes_, state).expand(sizes_)
+            copies = copies_per_row(recorder, value, inner, sizes_, state).expand(sizes_)
             rest = [*repeats[:axis], 1, *repeats[axis + 1 :]]
             return copies.flatten(axis, axis + 1).repeat(rest)
         return recorder.derive(func, (parameter, *sizes), {})
@@ -218,7 +220,7 @@ def repeat(func: Any) -> Any:
     return handler
 
 
-def joined(func: Any) -> Any:
+def concatenation(func: Any) -> Any:
     """Return the handler of torch.cat or torch.stack, with parameters among the tensors."""
 
     def handler(
@@ -250,7 +252,7 @@ def joined(func: Any) -> Any:
 
 
 def set_item(recorder: Recorder, target: Tensor, index: Any, value: Any) -> None:
-    """x[index] = p, for instance where a mask is."""
+    """x[index] = p, for instance at a mask."""
     write = torch.Tensor.__setitem__
     if not recorder.is_recorded(value):  # then the target is
         if recorder.is_recorded(target) and recorder.any_depends([value]):

@@ -13,13 +13,13 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Block:
-    """`count` neighbouring micro-batches of `size` examples each."""
+    """`count` consecutive micro-batches of `size` examples each."""
 
     first_example: int
     first_microbatch: int
     count: int
     size: int
-    is_all: bool  # there is no other block, as there seldom is: nothing needs to be cut
+    is_all: bool  # this is the only block, as usual: nothing needs to be cut
 
     def of(self, values: Tensor) -> Tensor:
         """Return this block's part of (examples, ...) as (micro-batches, examples of each, ...)."""
@@ -60,21 +60,21 @@ class Block:
 
 @dataclass(frozen=True)
 class Shares:
-    """What each gradient is multiplied with, by micro-batch and by example."""
+    """What each gradient is multiplied by, per micro-batch and per example."""
 
     of_microbatches: Tensor
     of_examples: Tensor
 
     @cached_property
     def single(self) -> Shares:
-        """Return the same as numbers of single precision."""
+        """Return the same in single precision."""
         of_microbatches = self.of_microbatches.float()
         if self.of_examples is self.of_microbatches:
             return Shares(of_microbatches, of_microbatches)
         return Shares(of_microbatches, self.of_examples.float())
 
     def as_(self, dtype: torch.dtype) -> Shares:
-        """Return the same as numbers of another precision."""
+        """Return the same in another precision."""
         if dtype == self.of_examples.dtype:
             return self
         if dtype == torch.float32:
@@ -91,7 +91,7 @@ class Groups:
         self.largest = max(sizes, default=0)
         self.blocks: list[Block] = []
         example = microbatch = 0
-        for size, run in groupby(sizes):  # ragged ends are rare, so there are few blocks
+        for size, run in groupby(sizes):  # few blocks, since ragged ends are rare
             count = len(list(run))
             self.blocks.append(Block(example, microbatch, count, size, count == len(self)))
             example += count * size
@@ -109,7 +109,7 @@ class Groups:
         return slice(start, start + self.sizes[microbatch])
 
     def times(self, rows: int) -> Groups:
-        """Return the same micro-batches of examples that have several rows each."""
+        """Return the same micro-batches, for examples that have several rows each."""
         return Groups([size * rows for size in self.sizes])
 
     def per_example(self, values: Tensor) -> Tensor:
@@ -117,7 +117,7 @@ class Groups:
         return together([block.per_example(values) for block in self])
 
     def shares(self, coefficients: Tensor) -> Shares:
-        """Return coefficients of micro-batches in both forms."""
+        """Return coefficients of micro-batches, also per example."""
         return Shares(coefficients, self.per_example(coefficients))
 
     def sum(self, values: Tensor) -> Tensor:
@@ -135,7 +135,7 @@ class Groups:
         return values if self.largest == 1 else self.sum(values) / self.largest
 
     def sizes_like(self, values: Tensor) -> Tensor:
-        """Return the sizes as numbers of the kind that `values` holds."""
+        """Return the sizes in the dtype and on the device of `values`."""
         return torch.tensor(self.sizes, dtype=values.dtype, device=values.device)
 
 
@@ -146,5 +146,5 @@ def singles(count: int) -> Groups:
 
 
 def together(parts: list[Tensor]) -> Tensor:
-    """Put what was found block by block into one."""
+    """Concatenate what was found block by block."""
     return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -1,9 +1,9 @@
-"""What torch has no single operation for, by a small library in C where there is one.
+"""Two sums that torch has no single operation for, by a small C library where there is one.
 
-`hatch_build.py` makes it of `native.c` when the package is installed and a compiler is there. The
-products of all pairs of rows take 0.6 of the time there that they take torch, which calculates each
-pair twice, and sums for layer norms half. Where the library is missing or not made for the
-processor, torch does the work; MICROCLIP_C=0 asks for that, and MICROCLIP_C=1 for the library
+`hatch_build.py` compiles it from `native.c` when the package is installed, if there is a compiler.
+The products of all pairs of rows take 0.6 times as long as with torch, which computes each pair
+twice, and the sums for layer norms half as long. If the library is missing or does not suit the
+processor, torch does the work. MICROCLIP_C=0 forces torch, and MICROCLIP_C=1 forces the library
 wherever it runs, even if torch is faster there.
 """
 
@@ -17,8 +17,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-MOST_ROWS = 128  # of a micro-batch; more are multiplied faster by torch
-MOST_ROWS_ADDED = 1024  # one after the other in single precision; torch adds more up in steps
+MOST_ROWS = 128  # of a micro-batch; beyond that torch is faster
+MOST_ROWS_ADDED = 1024  # added sequentially in float32; beyond that torch is more precise
 LIBRARY = Path(__file__).with_name("libnative.so")
 
 
@@ -33,7 +33,7 @@ class _Rows(ctypes.Structure):
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """Return the library if there is one and this processor gains by it."""
+    """Return the library if there is one and it is faster on this processor."""
     wanted = os.environ.get("MICROCLIP_C")
     if wanted == "0" or not LIBRARY.exists():
         return None
@@ -46,14 +46,14 @@ def library() -> ctypes.CDLL | None:
         )
         found.microclip_layer_norm.argtypes = (*[address] * 4, *[size] * 3, address, address, count)
     except (OSError, AttributeError):
-        return None  # torch has loaded another OpenMP library, or this one was made of other code
+        return None  # torch has loaded another OpenMP library, or this one is out of date
     found.microclip_pair_sums.restype = found.microclip_layer_norm.restype = None
     usable = found.microclip_runs() if wanted == "1" else found.microclip_pays()
     return found if usable else None
 
 
 def knows(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether there is a library for numbers like these."""
+    """Whether the library can be used for this dtype and device."""
     return dtype == torch.float32 and device.type == "cpu" and library() is not None
 
 
@@ -66,7 +66,7 @@ def pairs_up(left: Tensor, right: Tensor) -> bool:
 def pairs(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
     """Return sum_rs (left_r . left_s)(right_r . right_s) for every micro-batch, in float64.
 
-    Beside it the part of it where r = s.
+    Also return the part of it where r = s.
     """
     found = library()
     assert found is not None
@@ -79,7 +79,7 @@ def pairs(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def adds_up(rows: int, *tensors: Tensor) -> bool:
-    """Whether `layer_norm` can take these, with so many rows in each micro-batch."""
+    """Whether `layer_norm` can take these tensors, with this many rows in each micro-batch."""
     if rows > MOST_ROWS_ADDED or not knows(tensors[0].dtype, tensors[0].device):
         return False
     return all(t.dtype == torch.float32 and t.is_contiguous() for t in tensors)
@@ -88,7 +88,7 @@ def adds_up(rows: int, *tensors: Tensor) -> bool:
 def layer_norm(
     x: Tensor, mean: Tensor, rstd: Tensor, d: Tensor, microbatches: int
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of scale and shift for micro-batches of equally many rows each."""
+    """Return the gradients of scale and shift, for micro-batches with equally many rows."""
     found = library()
     assert found is not None
     rows = mean.numel() // microbatches

@@ -1,4 +1,4 @@
-"""Normalisation layers: a scale and a shift of what they normalise."""
+"""Normalization layers: the gradients of their scale and shift."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from torch.nn import functional as F
 
 from microclip.engines.base import CannotFuseError
 from microclip.engines.single_pass import native
-from microclip.engines.single_pass.formed import Formed
-from microclip.engines.single_pass.owners import refuse_gradients_of_nobody
-from microclip.engines.single_pass.record import Handler, Recorder, apply
+from microclip.engines.single_pass.contributions import Materialized
+from microclip.engines.single_pass.owners import refuse_unowned_gradients
+from microclip.engines.single_pass.recorder import Recorder
+from microclip.engines.single_pass.torch_functions import Handler, apply
 
 
 class _LayerNorm(torch.autograd.Function):
@@ -56,8 +57,8 @@ def layer_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> Tensor:
-    """F.layer_norm: scale and shift of normalised rows."""
-    state = recorder.usual(input, weight, bias)
+    """F.layer_norm: scale and shift of normalized rows."""
+    state = recorder.common_case(input, weight, bias)
     parameters = [each for each in (weight, bias) if each is not None]
     if state is None and (recorder.any_depends(parameters) or not recorder.depends(input)):
         plain = _plainly(recorder, F.layer_norm, input, list(normalized_shape), eps=eps)
@@ -66,7 +67,7 @@ def layer_norm(
     w, b = recorder.name(weight), recorder.name(bias)
     state = state or recorder.owned(input, w or b)
     if state.axis is None or state.axis >= input.dim() - len(normalized_shape):
-        raise CannotFuseError(f"LayerNorm {w or b!r} normalises over the examples.")
+        raise CannotFuseError(f"LayerNorm {w or b!r} normalizes over the examples.")
     recorder.expect(w, b)
     groups = recorder.groups
     owners = state.owners
@@ -76,12 +77,12 @@ def layer_norm(
     leading = input.dim() - len(shape)
 
     def note(x: Tensor, mean: Tensor, rstd: Tensor, d: Tensor) -> None:
-        refuse_gradients_of_nobody(d, state.axis, owners, w or b)
+        refuse_unowned_gradients(d, state.axis, owners, w or b)
         rows_of_each = mean.numel() // len(groups)
         if w and b and is_plain and native.adds_up(rows_of_each, x, mean, rstd, d):
             scales, shifts = native.layer_norm(x, mean, rstd, d, len(groups))
-            recorder.on_use(w, Formed(scales.view(-1, *shape)))
-            recorder.on_use(b, Formed(shifts.view(-1, *shape)))
+            recorder.on_contribution(w, Materialized(scales.view(-1, *shape)))
+            recorder.on_contribution(b, Materialized(shifts.view(-1, *shape)))
             return
 
         def rows(tensor: Tensor) -> Tensor:
@@ -89,32 +90,34 @@ def layer_norm(
             return recorder.rows(tensor.reshape(*tensor.shape[:leading], width), state)
 
         if b is not None:
-            recorder.on_use(b, Formed(recorder.formed(rows(d)).gradients.view(-1, *shape)))
+            recorder.on_contribution(
+                b, Materialized(recorder.materialized(rows(d)).gradients.view(-1, *shape))
+            )
         if w is not None:
             products = rows((x - mean).mul_(d))
             sums = groups.sum(torch.bmm(rows(rstd).mT.to(products.dtype), products))
-            recorder.on_use(w, Formed(sums.view(-1, *shape)))
+            recorder.on_contribution(w, Materialized(sums.view(-1, *shape)))
 
     with recorder.untracked():
         scale, shift = (None if tensor is None else tensor.detach() for tensor in (weight, bias))
-        if recorder.can_tap(input):
+        if recorder.can_hook_output(input):
             out, mean, rstd = torch.native_layer_norm(input, shape, scale, shift, eps)
-            result = recorder.tap(out, note, input, mean.detach(), rstd.detach())
+            result = recorder.hook_output(out, note, input, mean.detach(), rstd.detach())
         else:
-            noted = recorder.noted(note)
+            noted = recorder.final_only(note)
             result = apply(_LayerNorm, recorder.anchor, input, shape, scale, shift, eps, noted)
     return recorder.own(result, state)
 
 
 def _plainly(recorder: Recorder, func: Any, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Normalise without scale and shift."""
+    """Normalize without scale and shift."""
     if recorder.is_recorded(input):
         return cast(Tensor, recorder.derive(func, (input, *args), kwargs))
     return cast(Tensor, func(input, *args, **kwargs))
 
 
 def _scaled_and_shifted(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    """Return x * weight + bias, whatever they are; called where parameters are recorded."""
+    """Return x * weight + bias, of any kind of tensors; called inside the recorder."""
     x = x if weight is None else x * weight
     return x if bias is None else x + bias
 
@@ -142,7 +145,7 @@ class _GroupNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, d: Tensor) -> Any:
-        """All examples as one with that many times the channels: the kernel adds nothing up."""
+        """Treat all examples as one with many channels, so that the kernel adds nothing up."""
         x, weight, mean, rstd = ctx.saved_tensors
         examples, channels, places, groups = ctx.sizes
         one = (1, examples * channels, places)
@@ -170,8 +173,8 @@ def group_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> Tensor:
-    """F.group_norm: scale and shift of normalised channels."""
-    state = recorder.usual(input, weight, bias)
+    """F.group_norm: scale and shift of normalized channels."""
+    state = recorder.common_case(input, weight, bias)
     parameters = [each for each in (weight, bias) if each is not None]
     if state is None and (recorder.any_depends(parameters) or not recorder.depends(input)):
         plain = _plainly(recorder, F.group_norm, input, num_groups, eps=eps)
@@ -180,19 +183,21 @@ def group_norm(
     w, b = recorder.name(weight), recorder.name(bias)
     state = state or recorder.owned(input, w or b)
     if state.axis != 0:
-        raise CannotFuseError(f"GroupNorm {w or b!r} does not have the examples first.")
+        raise CannotFuseError(
+            f"GroupNorm {w or b!r} gets a tensor whose first dimension is not that of the examples."
+        )
     recorder.expect(w, b)
 
     def note(scales: Tensor, shifts: Tensor) -> None:
-        refuse_gradients_of_nobody(shifts, 0, state.owners, w or b)
+        refuse_unowned_gradients(shifts, 0, state.owners, w or b)
         if b is not None:
-            recorder.on_use(b, recorder.formed(recorder.rows(shifts, state)))
+            recorder.on_contribution(b, recorder.materialized(recorder.rows(shifts, state)))
         if w is not None:
-            recorder.on_use(w, recorder.formed(recorder.rows(scales, state)))
+            recorder.on_contribution(w, recorder.materialized(recorder.rows(scales, state)))
 
     with recorder.untracked():
         held = [None if tensor is None else tensor.detach() for tensor in (weight, bias)]
-        noted = recorder.noted(note)
+        noted = recorder.final_only(note)
         result = apply(_GroupNorm, recorder.anchor, input, num_groups, *held, eps, noted)
     return recorder.own(result, state)
 
@@ -204,14 +209,14 @@ def rms_norm(
     weight: Tensor | None = None,
     eps: float | None = None,
 ) -> Tensor:
-    """F.rms_norm: scale of normalised rows."""
+    """F.rms_norm: scale of normalized rows."""
     plain = _plainly(recorder, F.rms_norm, input, list(normalized_shape), eps=eps)
     with recorder:
         return _scaled_and_shifted(plain, weight, None)
 
 
 def _by_channel(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    """Return x with a scale and a shift for each channel; called where parameters are recorded."""
+    """Return x with a scale and a shift for each channel; called inside the recorder."""
     shape = (-1, *(1,) * (x.dim() - 2))
     return _scaled_and_shifted(
         x,
@@ -231,7 +236,7 @@ def instance_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
-    """F.instance_norm: statistics of every example's own."""
+    """F.instance_norm: separate statistics for every example."""
     options = (running_mean, running_var, None, None, use_input_stats, momentum, eps)
     plain = _plainly(recorder, F.instance_norm, input, *options)
     with recorder:
@@ -249,7 +254,7 @@ def batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Any:
-    """F.batch_norm, which mixes examples unless it is in evaluation mode."""
+    """F.batch_norm, which mixes examples except in evaluation mode."""
     if training and recorder.depends(input):
         raise CannotFuseError("BatchNorm in training mode mixes examples.")
     options = (running_mean, running_var, None, None, training, momentum, eps)
@@ -270,6 +275,6 @@ def torch_batch_norm(
     eps: float,
     cudnn_enabled: bool,
 ) -> Any:
-    """torch.batch_norm, the same with its arguments in another order."""
+    """torch.batch_norm: the same with its arguments in another order."""
     stats = (running_mean, running_var)
     return batch_norm(recorder, input, *stats, weight, bias, training, momentum, eps)

@@ -1,9 +1,9 @@
 """Which example owns each index along an axis of a tensor.
 
-Most often the examples lie along the axis one after the other, k indices each: owner = index // k.
-A time-first tensor that was flattened has them one inside the other: owner = (index // inner) % B.
-Sorting, masking and routing leave no such order, and the owners are a vector of example numbers,
-in which NOBODY stands for rows that hold constants.
+Usually the examples follow one another along the axis, k indices each: owner = index // k. In a
+flattened time-first tensor they are interleaved: owner = (index // inner) % B. Sorting, masking and
+routing leave no such order, and the owners are a vector of example numbers, in which NO_OWNER marks
+rows that hold constants.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from microclip.engines.base import CannotFuseError
 
-NOBODY = -1
+NO_OWNER = -1
 
 
 class Owners:
@@ -32,8 +32,8 @@ class Owners:
     """
 
     __slots__ = ("__dict__", "base", "examples", "inner", "outer")
-    # how often rows of nobody were taken for those of the examples that would be there: it does no
-    # harm, since whoever meets them must agree, but it is a guess
+    # how often constant rows were assumed to belong to the examples expected there: harmless, since
+    # whatever meets them has to agree, but still a guess
     guesses = 0
 
     def __init__(
@@ -46,7 +46,7 @@ class Owners:
 
     @classmethod
     def of(cls, vector: Tensor, examples: int) -> Owners:
-        """Return owners given one by one, in the simplest form that says the same."""
+        """Return owners given one by one, in the simplest equivalent form."""
         count = vector.shape[0]
         if count and count % examples == 0:
             times = count // examples
@@ -54,7 +54,7 @@ class Owners:
                 expected = regular.vector(vector.device)
                 if torch.equal(vector, expected):
                     return regular
-                if bool(((vector == expected) | (vector == NOBODY)).all()):
+                if bool(((vector == expected) | (vector == NO_OWNER)).all()):
                     cls.guesses += 1
                     return regular
         return cls(examples, base=vector)
@@ -92,19 +92,19 @@ class Owners:
         return Owners(self.examples, self.outer * outer, self.inner * inner, self.base)
 
     def joined(self, other: Owners) -> Owners | None:
-        """Return the owners of what is made of both, index by index; None if they differ."""
+        """Return the owners of a result of both, index by index; None if they differ."""
         if self is other:
             return self
         if self.base is None and other.base is None:
             return self if (self.outer, self.inner) == (other.outer, other.inner) else None
         one = self.vector()
         two = other.vector(one.device)
-        agree = (one == two) | (one == NOBODY) | (two == NOBODY)
+        agree = (one == two) | (one == NO_OWNER) | (two == NO_OWNER)
         if not bool(agree.all()):
             return None
         if self.base is None or other.base is None:
             return self if self.base is None else other
-        return Owners.of(torch.where(one == NOBODY, two, one), self.examples)
+        return Owners.of(torch.where(one == NO_OWNER, two, one), self.examples)
 
     def taken(self, index: Tensor) -> Owners:
         """Return the owners of chosen indices."""
@@ -128,9 +128,10 @@ class Owners:
 
     @cached_property
     def padded(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return, for an irregular order, how to bring rows into a regular one.
+        """Return how to bring rows of an irregular order into a regular one.
 
-        (examples, most rows of any) indices, which of them are real, and the rows of nobody.
+        (examples, most rows of any example) indices, which of them are real, and the rows that no
+        example owns.
         """
         vector = self.vector()
         if not len(vector):
@@ -138,13 +139,13 @@ class Owners:
             return nothing, nothing.bool(), None
         order = vector.argsort(stable=True)
         counts = torch.bincount(vector + 1, minlength=self.examples + 1)
-        nobodys, counts = int(counts[0]), counts[1:]
+        unowned, counts = int(counts[0]), counts[1:]
         most = max(1, int(counts.max()))
-        starts = counts.cumsum(0) - counts + nobodys
+        starts = counts.cumsum(0) - counts + unowned
         places = torch.arange(most, device=vector.device)
         real = places < counts.unsqueeze(1)
         index = (starts.unsqueeze(1) + places).clamp(max=len(vector) - 1)
-        return order[index], real, order[:nobodys] if nobodys else None
+        return order[index], real, order[:unowned] if unowned else None
 
 
 def arranged(tensor: Tensor, axis: int | None, owners: Owners) -> Tensor:
@@ -167,28 +168,26 @@ def arranged(tensor: Tensor, axis: int | None, owners: Owners) -> Tensor:
     return torch.where(real.view(*real.shape, *(1,) * (rows.dim() - 1)), rows[index], 0)
 
 
-def refuse_gradients_of_nobody(
-    d: Tensor, axis: int | None, owners: Owners, name: str | None
-) -> None:
-    """Make sure that rows which belong to no example do not matter to any."""
+def refuse_unowned_gradients(d: Tensor, axis: int | None, owners: Owners, name: str | None) -> None:
+    """Make sure that no loss depends on rows that belong to no example."""
     if owners.base is None:
         return
-    nobodys = owners.padded[2]
-    if nobodys is None:
+    unowned = owners.padded[2]
+    if unowned is None:
         return
     rows = d.unsqueeze(0) if axis is None else d.movedim(axis, 0)
-    if bool(rows[nobodys.to(rows.device)].any()):
+    if bool(rows[unowned.to(rows.device)].any()):
         raise CannotFuseError(
-            f"Parameter {name!r} meets rows that belong to no example, and yet the losses depend "
-            "on them."
+            f"Parameter {name!r} meets rows that belong to no example, but the losses depend on "
+            "them."
         )
 
 
 @dataclass(frozen=True, slots=True)
 class Owned:
-    """A tensor that depends on the examples, each index along the axis on its owner alone.
+    """A tensor that depends on the examples: each index along the axis on its owner only.
 
-    Without an axis all of it belongs to a single example.
+    Without an axis, all of it belongs to a single example.
     """
 
     axis: int | None
@@ -203,7 +202,7 @@ class Owned:
     def alone(self) -> Owned:
         """Return the same without an axis, if all of it belongs to one example."""
         example = self.owners.only
-        if self.axis is None or example is None or example == NOBODY:
+        if self.axis is None or example is None or example == NO_OWNER:
             return self
         return Owned(None, Owners(self.owners.examples, base=self.owners.vector()[:1]))
 
@@ -212,7 +211,7 @@ class Owned:
         return self if axis == self.axis else Owned(axis, self.owners)
 
     def elements(self, shape: Sequence[int], device: torch.device) -> Tensor:
-        """Return the owner of every element, without memory of its own where it can be."""
+        """Return the owner of every element, as a view if possible."""
         vector = self.owners.vector(device)
         if self.axis is None:
             return vector[0].expand(tuple(shape))
@@ -223,7 +222,7 @@ class Owned:
 
 @dataclass(frozen=True, slots=True)
 class Opaque:
-    """A tensor that depends on the examples in a way that is not known, or on several at once."""
+    """A tensor that depends on the examples in an unknown way, or on several at once."""
 
     reason: str
 
@@ -238,24 +237,26 @@ State = Owned | Opaque | Derived
 
 
 def from_elements(owners: Tensor, examples: int) -> Owned | Literal[False] | None:
-    """Find the axis along which a tensor's elements change their owner.
+    """Find the axis along which the owner of a tensor's elements changes.
 
     Returns:
-        None if nobody owns any, False if there is no such axis.
+        None if no element has an owner, False if there is no such axis.
     """
     if owners.dim() == 0:
-        return None if int(owners) == NOBODY else Owned(None, Owners(examples, base=owners.view(1)))
+        return (
+            None if int(owners) == NO_OWNER else Owned(None, Owners(examples, base=owners.view(1)))
+        )
     if not owners.numel():
         nothing = torch.zeros(0, dtype=torch.long, device=owners.device)
         return Owned(list(owners.shape).index(0), Owners(examples, base=nothing))
     largest = owners.max()
-    if int(largest) == NOBODY:
+    if int(largest) == NO_OWNER:
         return None
-    if bool(((owners == largest) | (owners == NOBODY)).all()):
+    if bool(((owners == largest) | (owners == NO_OWNER)).all()):
         return Owned(None, Owners(examples, base=largest.view(1)))
     for axis in range(owners.dim()):
         others = [i for i in range(owners.dim()) if i != axis]
         vector = owners.amax(others, keepdim=True) if others else owners
-        if bool(((owners == vector) | (owners == NOBODY)).all()):
+        if bool(((owners == vector) | (owners == NO_OWNER)).all()):
             return Owned(axis, Owners.of(vector.flatten(), examples))
     return False

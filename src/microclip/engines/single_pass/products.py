@@ -1,4 +1,4 @@
-"""Weights that multiply rows: linear layers in all their spellings, look-ups."""
+"""Weights that multiply rows: linear layers in all their spellings, and embeddings."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from microclip import multitensor
 from microclip.engines.base import CannotFuseError
 from microclip.engines.single_pass import native
 from microclip.engines.single_pass.elementwise import pointwise
-from microclip.engines.single_pass.owners import Opaque, Owned, refuse_gradients_of_nobody
-from microclip.engines.single_pass.plan import CALLS, WRITING, WRITING_BESIDE_HALVES, Weight
-from microclip.engines.single_pass.record import Handler, Recorder, apply, tensors_in
-from microclip.engines.single_pass.uses import Lines, Rows
+from microclip.engines.single_pass.memory import CALLS, WRITING, WRITING_BESIDE_HALVES, Weight
+from microclip.engines.single_pass.owners import Opaque, Owned, refuse_unowned_gradients
+from microclip.engines.single_pass.recorder import Recorder
+from microclip.engines.single_pass.rows import EmbeddingRows, Rows
+from microclip.engines.single_pass.torch_functions import Handler, apply, tensors_in
 
 
 class _Linear(torch.autograd.Function):
@@ -43,14 +44,14 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, d: Tensor) -> Any:
         x, weight = ctx.saved_tensors
-        d = d.contiguous()  # once for all that is done with it
+        d = d.contiguous()  # once, for everything that reads it
         ctx.note(x, d)
         dx = d @ weight if ctx.needs_input_grad[1] else None
         return None, dx, None, None, None
 
 
 def linear(recorder: Recorder, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """F.linear; also what a tied head does with an embedding table."""
+    """F.linear, also of an embedding table by a tied head."""
     return _product(recorder, F.linear, input, weight, bias, transposed=False)
 
 
@@ -64,7 +65,7 @@ def addmm(
     alpha: float = 1,
     out: Any = None,
 ) -> Tensor:
-    """torch.addmm(bias, x, W): a linear layer whose weight lies on its side, as in GPT-2."""
+    """torch.addmm(bias, x, W): a linear layer with a transposed weight, as in GPT-2."""
     args = (input, mat1, mat2)
     plain = beta == alpha == 1 and out is None and recorder.depends(mat1)
     if plain and not recorder.depends(input) and not recorder.depends(mat2):
@@ -78,7 +79,7 @@ def addmm(
 
 
 def matmul(function: Any) -> Handler:
-    """Return the handler of x @ W, a linear layer whose weight lies on its side."""
+    """Return the handler of x @ W, a linear layer with a transposed weight."""
 
     def handler(
         recorder: Recorder, a: Any = None, b: Any = None, *, out: Any = None, **named: Any
@@ -95,7 +96,7 @@ def matmul(function: Any) -> Handler:
         if recorder.is_recorded(b) and not recorder.is_recorded(a) and b.dim() == 2 and a.dim() > 1:
             return _product(recorder, torch.matmul, a, b, None, transposed=True)
         if recorder.any_depends([a, b]):
-            return recorder.anything(recorder, torch.matmul, (a, b), {})
+            return recorder.vmap_fallback(recorder, torch.matmul, (a, b), {})
         return recorder.derive(torch.matmul, (a, b), {})
 
     return handler
@@ -118,11 +119,11 @@ def _product(
     bias: Tensor | None,
     transposed: bool,
 ) -> Tensor:
-    found = recorder.usual(x, weight, bias)
+    found = recorder.common_case(x, weight, bias)
     if found is None and not recorder.is_recorded(x):
         x = recorder.adopt(x)
     if found is None and (recorder.depends(weight) or recorder.depends(bias)):
-        # a weight of each example's own: autograd has its gradient, the parameter's is the other's
+        # each example has its own weight or bias, which autograd differentiates as usual
         if recorder.is_recorded(weight):
             product = _product(recorder, func, x, weight, None, transposed)
         else:
@@ -140,7 +141,7 @@ def _product(
         if recorder.is_recorded(weight) and not transposed:
             args = (x, recorder.derive(torch.Tensor.transpose, (weight, -1, -2), {}))
         if recorder.is_recorded(weight):
-            product = recorder.anything(recorder, torch.matmul, args, {})
+            product = recorder.vmap_fallback(recorder, torch.matmul, args, {})
         else:
             product = torch.matmul(*args)
         return _plus(recorder, product, bias)
@@ -150,8 +151,8 @@ def _product(
         state = whole
     if state.axis == x.dim() - 1:
         raise CannotFuseError(
-            f"Parameter {w or b!r} multiplies along the dimension that the examples lie along, "
-            "which mixes them."
+            f"Parameter {w or b!r} multiplies along the dimension of the examples, which mixes "
+            "them."
         )
     recorder.expect(w, b)
     shape = x.shape[:-1]
@@ -161,22 +162,22 @@ def _product(
     def note(x: Tensor, d: Tensor) -> None:
         if x.dim() != len(shape) + 1 or d.dim() != len(shape) + 1:  # both may be matrices
             x, d = (each.reshape(*shape, each.shape[-1]) for each in (x, d))
-        refuse_gradients_of_nobody(d, state.axis, state.owners, w or b)
+        refuse_unowned_gradients(d, state.axis, state.owners, w or b)
         deltas = recorder.rows(d, state)
         if w is not None:
-            recorder.on_use(w, Rows(recorder.rows(x, state), deltas, transposed))
+            recorder.on_contribution(w, Rows(recorder.rows(x, state), deltas, transposed))
         if b is not None:
-            recorder.on_use(b, recorder.formed(deltas))
+            recorder.on_contribution(b, recorder.materialized(deltas))
 
     with recorder.untracked():
         held = None if bias is None else bias.detach()
         seen = weight.detach().mT if transposed else weight.detach()
-        if recorder.can_tap(x):
-            result = recorder.tap(F.linear(x, seen, held), note, x)
+        if recorder.can_hook_output(x):
+            result = recorder.hook_output(F.linear(x, seen, held), note, x)
         else:
-            # as a matrix: what a function of one's own returns must not be a view
-            flat, noted = x.reshape(-1, x.shape[-1]), recorder.noted(note)
-            result = apply(_Linear, recorder.anchor, flat, seen, held, noted)
+            # as a matrix: the result of a custom function must not be a view
+            flat, note_final = x.reshape(-1, x.shape[-1]), recorder.final_only(note)
+            result = apply(_Linear, recorder.anchor, flat, seen, held, note_final)
             result = result.view(*x.shape[:-1], result.shape[-1])
     return recorder.own(result, state)
 
@@ -184,7 +185,7 @@ def _product(
 def _as_weight(
     recorder: Recorder, x: Tensor, weight: Tensor, state: Owned, transposed: bool
 ) -> Weight:
-    """Return what it takes to keep a weight's rows, or its gradients."""
+    """Return the cost of keeping a weight's rows, or its gradients."""
     p, q = weight.shape if transposed else weight.shape[::-1]
     rows, added_up = math.prod(x.shape[:-1]), multitensor.accumulation_dtype(x)
     examples, owners = recorder.groups.examples, state.owners
@@ -224,40 +225,44 @@ def embedding(
 ) -> Any:
     """F.embedding: a linear layer of one-hot rows."""
     if not recorder.is_recorded(weight):
-        raise CannotFuseError("The single-pass engine cannot look parameters up as indices.")
+        raise CannotFuseError("The single-pass engine cannot use parameters as indices.")
     name = recorder.name(weight)
     assert name is not None
     if max_norm is not None or scale_grad_by_freq or sparse:
         raise CannotFuseError(
-            f"Embedding {name!r} uses max_norm, scale_grad_by_freq or sparse gradients."
+            f"Embedding {name!r} uses max_norm, scale_grad_by_freq or sparse gradients, which the "
+            "single-pass engine does not support."
         )
     input = recorder.adopt(input)
-    if not isinstance(recorder.state(input), Owned):  # the same lines for all examples, or chosen
+    if not isinstance(recorder.state(input), Owned):  # the same rows for all examples
         return recorder.derive(F.embedding, (input, weight), {"padding_idx": padding_idx})
     state = recorder.owned(input, name)
     recorder.expect(name)
-    lines = weight.shape[0]
+    num_embeddings = weight.shape[0]
 
     def note(d: Tensor) -> None:
-        refuse_gradients_of_nobody(d, state.axis, state.owners, name)
+        refuse_unowned_gradients(d, state.axis, state.owners, name)
         deltas = recorder.rows(d, state)
         indices = recorder.rows(input.unsqueeze(-1), state).squeeze(-1)
         if padding_idx is not None:
-            deltas = deltas.masked_fill((indices == padding_idx % lines).unsqueeze(2), 0.0)
-        recorder.on_use(name, Lines(indices, deltas, lines))
+            padding = indices == padding_idx % num_embeddings
+            deltas = deltas.masked_fill(padding.unsqueeze(2), 0.0)
+        recorder.on_contribution(name, EmbeddingRows(indices, deltas, num_embeddings))
 
     with recorder.untracked():
-        result = apply(_Embedding, recorder.anchor, input, weight.detach(), recorder.noted(note))
+        result = apply(
+            _Embedding, recorder.anchor, input, weight.detach(), recorder.final_only(note)
+        )
     return recorder.own(result, state)
 
 
 def get_item(recorder: Recorder, table: Tensor, index: Any) -> Any:
-    """p[indices], which looks lines of a table up if the examples have a say in it."""
+    """p[indices], an embedding if the indices depend on the examples."""
     owned = [each for each in tensors_in(index) if isinstance(recorder.state(each), Owned)]
     if owned and owned[0] is index and index.dtype == torch.long:
-        return _looked_up(recorder, table, index)
+        return _look_up(recorder, table, index)
     if owned:
-        return recorder.anything(recorder, torch.Tensor.__getitem__, (table, index), {})
+        return recorder.vmap_fallback(recorder, torch.Tensor.__getitem__, (table, index), {})
     return recorder.derive(torch.Tensor.__getitem__, (table, index), {})
 
 
@@ -265,17 +270,17 @@ def index_select(recorder: Recorder, input: Tensor, dim: int, index: Tensor) -> 
     """p.index_select(0, indices)."""
     if isinstance(recorder.state(index), Owned):
         if dim % input.dim() == 0:
-            return _looked_up(recorder, input, index)
-        return recorder.anything(recorder, torch.index_select, (input, dim, index), {})
+            return _look_up(recorder, input, index)
+        return recorder.vmap_fallback(recorder, torch.index_select, (input, dim, index), {})
     return recorder.derive(torch.index_select, (input, dim, index), {})
 
 
-def _looked_up(recorder: Recorder, table: Tensor, index: Tensor) -> Tensor:
-    lines, rest = table.shape[0], table.shape[1:]
+def _look_up(recorder: Recorder, table: Tensor, index: Tensor) -> Tensor:
+    count, rest = table.shape[0], table.shape[1:]
     flat = table
     if table.dim() != 2:
-        flat = recorder.derive(torch.Tensor.reshape, (table, (lines, -1)), {})
-    found = embedding(recorder, index % lines, flat)
+        flat = recorder.derive(torch.Tensor.reshape, (table, (count, -1)), {})
+    found = embedding(recorder, index % count, flat)
     return found if table.dim() == 2 else found.unflatten(-1, rest) if rest else found.squeeze(-1)  # type: ignore[no-any-return]
 
 
@@ -293,41 +298,45 @@ def embedding_bag(
     include_last_offset: bool = False,
     padding_idx: int | None = None,
 ) -> Any:
-    """F.embedding_bag: lines of a table, added up for each bag."""
+    """F.embedding_bag: rows of a table, added up for each bag."""
     name = recorder.first_name([weight, per_sample_weights])
     if input.dim() != 2 or offsets is not None or max_norm is not None or scale_grad_by_freq:
         raise CannotFuseError(
-            f"EmbeddingBag {name!r} has bags given by offsets, max_norm or scale_grad_by_freq."
+            f"EmbeddingBag {name!r} uses offsets, max_norm or scale_grad_by_freq, which the "
+            "single-pass engine does not support."
         )
     if sparse:
-        raise CannotFuseError(f"EmbeddingBag {name!r} has sparse gradients.")
+        raise CannotFuseError(
+            f"EmbeddingBag {name!r} has sparse gradients, which the single-pass engine does not "
+            "support."
+        )
     if recorder.is_recorded(weight):
-        lines = embedding(recorder, input, weight)
+        rows = embedding(recorder, input, weight)
     else:
-        lines = F.embedding(input, weight)
+        rows = F.embedding(input, weight)
     real = torch.ones_like(input, dtype=torch.bool)
     if padding_idx is not None:
         real = input != padding_idx % weight.shape[0]
     with recorder:
         if mode == "max":
-            masked = lines.detach().masked_fill(~real.unsqueeze(2), -torch.inf)
+            masked = rows.detach().masked_fill(~real.unsqueeze(2), -torch.inf)
             first = (masked == masked.amax(1, keepdim=True)).int().argmax(1, keepdim=True)
-            return lines.gather(1, first).squeeze(1) * real.any(1, keepdim=True)
-        lines = lines * real.unsqueeze(2)
+            return rows.gather(1, first).squeeze(1) * real.any(1, keepdim=True)
+        rows = rows * real.unsqueeze(2)
         if per_sample_weights is not None:
-            lines = lines * per_sample_weights.unsqueeze(2)
-        total = lines.sum(1)
+            rows = rows * per_sample_weights.unsqueeze(2)
+        total = rows.sum(1)
         return total if mode == "sum" else total / real.sum(1, keepdim=True).clamp(min=1)
 
 
 def grouped_mm(
     recorder: Recorder, input: Tensor, mat2: Tensor, *, offs: Any = None, **options: Any
 ) -> Any:
-    """Rows that are multiplied with one of several matrices, an expert's each."""
+    """Rows that are each multiplied by one of several matrices, one per expert."""
     if not recorder.is_recorded(mat2) or input.dim() != 2 or mat2.dim() != 3 or offs is None:
         if recorder.any_depends([input, mat2]):
             raise CannotFuseError(
-                "The single-pass engine cannot take apart this grouped product of parameter "
+                "The single-pass engine does not support this kind of grouped_mm() with parameter "
                 f"{recorder.first_name([input, mat2])!r}."
             )
         return recorder.derive(torch._grouped_mm, (input, mat2), {"offs": offs, **options})
@@ -339,6 +348,6 @@ def grouped_mm(
         for expert, (start, stop) in enumerate(pairwise(ends)):
             if stop > start:
                 parts.append(input[start:stop] @ mat2[expert])
-        if ends[-1] < len(input):  # rows beyond the last group are left as they come
+        if ends[-1] < len(input):  # rows beyond the last group are undefined
             parts.append(input.new_zeros(len(input) - ends[-1], mat2.shape[2]))
     return torch.cat(parts)

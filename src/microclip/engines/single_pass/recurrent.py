@@ -1,4 +1,4 @@
-"""Recurrent layers, step by step: a kernel that runs them whole would hide their parameters."""
+"""Recurrent layers, step by step: a fused kernel would hide how their parameters are used."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from torch.nn import functional as F
 
 from microclip.engines.base import CannotFuseError
 from microclip.engines.single_pass.owners import Owned
-from microclip.engines.single_pass.record import Handler, Recorder
+from microclip.engines.single_pass.recorder import Recorder
+from microclip.engines.single_pass.torch_functions import Handler
 
 State = tuple[Tensor, ...]  # (h,), or (h, c) of an LSTM
 Step = Callable[[Tensor, Tensor, State], State]  # of the two products and the state
@@ -41,7 +42,7 @@ class _Layer:
         self.w_ih, self.w_hh, self.b_ih, self.b_hh, self.w_hr = weights
 
     def run(self, inputs: Sequence[Tensor], state: State, backwards: bool) -> Any:
-        """Run over all times; a later one may have fewer rows, the last ones having ended."""
+        """Run over all times; later times may have fewer rows, as the last sequences end."""
         sizes = [len(x) for x in inputs]
         starts = list(range(len(inputs)))
         outputs: list[Tensor] = [inputs[0]] * len(inputs)
@@ -81,7 +82,7 @@ class _Layer:
         return list(torch.split(together, sizes))
 
     def _alike(self, part: Tensor, x: Tensor) -> Tensor:
-        """Give a constant state the owners of the rows that it goes with."""
+        """Give a constant state the owners of the rows it belongs to."""
         owner = self.recorder.state(x)
         known = self.recorder.state(part) is not None or self.recorder.is_recorded(part)
         if known or not isinstance(owner, Owned) or len(part) != len(x):
@@ -144,8 +145,8 @@ def _recurrent(step: Step, original: Any, is_lstm: bool) -> Handler:
         if not recorder.any_depends(args[0]):
             if recorder.any_depends(*args[1:]):
                 raise CannotFuseError(
-                    "The single-pass engine cannot follow a recurrent layer whose input does not "
-                    f"depend on the examples, at parameter {recorder.first_name(args)!r}."
+                    "The single-pass engine does not support a recurrent layer whose input does "
+                    f"not depend on the examples, with parameter {recorder.first_name(args)!r}."
                 )
             return recorder.derive(original, args, {})
         if packed:

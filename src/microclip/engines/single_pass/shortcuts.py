@@ -1,8 +1,8 @@
-"""Functions that leave the examples where they are: what nearly every model mostly does.
+"""Functions that leave the examples where they are: most of what nearly every model does.
 
-The tracker would find the same, operation by operation; a look at the arguments takes less time.
-Each entry says, of a function whose first argument has the examples along its first axis, whether
-its results have them there, too. It may say no where it does not know.
+The tracker would find the same, operation by operation; checking the arguments is faster. Each
+entry tells, for a function whose first argument has the examples along its first axis, whether its
+results have them there, too. It says no when in doubt.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from torch.nn import functional as F
 from microclip.engines.single_pass.owners import Owned
 
 if TYPE_CHECKING:
-    from microclip.engines.single_pass.record import Recorder
+    from microclip.engines.single_pass.recorder import Recorder
 
-Question = Callable[["Recorder", Owned, tuple[Any, ...], dict[str, Any]], bool]
+Check = Callable[["Recorder", Owned, tuple[Any, ...], dict[str, Any]], bool]
 
 
 def _always(recorder: Recorder, state: Owned, args: Any, kwargs: Any) -> bool:
@@ -34,15 +34,15 @@ def _two_other_axes(recorder: Recorder, state: Owned, args: Any, kwargs: Any) ->
     return bool(args[1] % dims and args[2] % dims)
 
 
-def _other_axis(place: int) -> Question:
-    """Return the question whether the axis given at some place is another than the first."""
+def _other_axis(place: int) -> Check:
+    """Return a check that the axis given as argument number `place` is not the first."""
 
-    def question(recorder: Recorder, state: Owned, args: Any, kwargs: Any) -> bool:
+    def check(recorder: Recorder, state: Owned, args: Any, kwargs: Any) -> bool:
         if kwargs or len(args) <= place or type(args[place]) is not int:
             return False
         return bool(args[place] % args[0].dim())
 
-    return question
+    return check
 
 
 def _images(recorder: Recorder, state: Owned, args: Any, kwargs: Any) -> bool:
@@ -51,7 +51,7 @@ def _images(recorder: Recorder, state: Owned, args: Any, kwargs: Any) -> bool:
 
 
 def _same_owners(recorder: Recorder, state: Owned, other: Any, dims: int) -> bool:
-    """Whether another tensor has the same examples along its first axis of as many."""
+    """Whether another tensor with `dims` dimensions has the same examples along its first axis."""
     if not isinstance(other, Tensor) or other.dim() != dims:
         return False
     found = recorder.tracker.state(other)
@@ -69,12 +69,12 @@ def _two(recorder: Recorder, state: Owned, args: Any, kwargs: Any) -> bool:
 
 
 def _matrices(recorder: Recorder, state: Owned, args: Any, kwargs: Any) -> bool:
-    """Rows of matrices, transposed."""
+    """A batch of matrices, transposed."""
     return bool(args[0].dim() > 2)
 
 
 def _products(recorder: Recorder, state: Owned, args: Any, kwargs: Any) -> bool:
-    """Products of the matrices of each example."""
+    """Batched products, with matrices of the same example."""
     dims = args[0].dim()
     if kwargs or len(args) != 2 or dims < 3:
         return False
@@ -82,7 +82,7 @@ def _products(recorder: Recorder, state: Owned, args: Any, kwargs: Any) -> bool:
 
 
 def _same_first_size(recorder: Recorder, state: Owned, args: Any, kwargs: Any) -> bool:
-    """x.view(len(x), ...): as the rows lie one after the other, each stays where it is."""
+    """x.view(len(x), ...): elements keep their order, so each row stays where it is."""
     if kwargs or len(args) < 2:
         return False
     first = args[1][0] if isinstance(args[1], list | tuple) and args[1] else args[1]
@@ -105,7 +105,7 @@ def _attention(recorder: Recorder, state: Owned, args: Any, kwargs: Any) -> bool
 
 
 def _cross_entropy(recorder: Recorder, state: Owned, args: Any, kwargs: Any) -> bool:
-    """One loss for each row, by targets of the same examples."""
+    """One loss for each row, with targets of the same examples."""
     if len(args) != 2 or kwargs.get("reduction") != "none" or args[0].dim() < 2:
         return False
     if any(kwargs.get(name) is not None for name in ("weight", "size_average", "reduce")):
@@ -113,7 +113,7 @@ def _cross_entropy(recorder: Recorder, state: Owned, args: Any, kwargs: Any) -> 
     return _same_owners(recorder, state, args[1], args[0].dim() - 1)
 
 
-SHORTCUTS: dict[Any, Question] = {
+SHORTCUTS: dict[Any, Check] = {
     torch.Tensor.transpose: _two_other_axes,
     torch.transpose: _two_other_axes,
     torch.Tensor.unflatten: _other_axis(1),

@@ -1,13 +1,13 @@
-"""Following, through every operation of a forward pass, which example owns which part of a tensor.
+"""Tracking which example owns which part of a tensor, through every operation of a forward pass.
 
-The tracker sees operations the way torch's dispatcher does, so that each has one spelling, and
-keeps what it knows in an attribute of the tensors. A tensor without one is a constant. What an
-operation does to owners is in `propagation`; one that is not listed there makes its result opaque,
+The tracker sees operations as torch's dispatcher does, so that each has one spelling, and stores
+what it knows in an attribute of the tensors. A tensor without one is a constant. What an operation
+does to owners is in `propagation`; an operation that is not listed there makes its result opaque,
 and so does one that mixes examples.
 
-Owners serve two ends. A parameter's gradient is taken apart by the owners of the rows that it met,
-which is right if no row has a say in another example's loss: along every differentiable way from a
-parameter to a loss, owners must not change. And a model that mixes examples is found out.
+Owners serve two purposes. A parameter's gradient is split by the owners of the rows that it met,
+which is right if no row affects another example's loss: along every differentiable path from a
+parameter to a loss, owners must not change. And a model that mixes examples is detected.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from microclip.engines.base import CannotFuseError
 from microclip.engines.losses import communicates
 from microclip.engines.single_pass.owners import (
     DERIVED,
-    NOBODY,
+    NO_OWNER,
     Derived,
     Opaque,
     Owned,
@@ -37,8 +37,8 @@ from microclip.engines.single_pass.owners import (
 )
 
 Rule = Callable[..., Any]
-_free_slots = list(range(1024))  # one attribute for each tracker at work, on whatever thread
-_operations: dict[Any, Operation] = {}  # those that were met
+_free_slots = list(range(1024))  # one attribute for each active tracker, on any thread
+_operations: dict[Any, Operation] = {}  # those seen so far
 _serials = itertools.count(1)
 _CONTAINERS = (list, tuple)
 _RESHAPES_ITSELF = frozenset(
@@ -55,7 +55,7 @@ _RESHAPES_ITSELF = frozenset(
 
 
 class Operation:
-    """What there is to know of an operation, looked up once: torch's own take long to hash."""
+    """What there is to know about an operation, looked up once: torch's are slow to hash."""
 
     def __init__(self, func: Any) -> None:
         self.func = func
@@ -64,14 +64,14 @@ class Operation:
 
     @cached_property
     def rule(self) -> tuple[Rule, Any]:
-        """Return what it does to owners, and what tells what it writes to, if it does."""
+        """Return its rule for owners, and a function that tells what it writes to, if anything."""
         from microclip.engines.single_pass.propagation import rule_for
 
         return rule_for(self.func)
 
 
 class Mark:
-    """What is known of a tensor, by whom, and since when."""
+    """What is known of a tensor, by which tracker, and since when."""
 
     __slots__ = ("serial", "state", "time")
 
@@ -82,10 +82,10 @@ class Mark:
 
 
 class _Writing:
-    """What lies in a storage since it was written to, for those who look at it by another view."""
+    """What a storage holds since it was written to, for other views of it."""
 
     def __init__(self, tensor: Tensor, state: State, time: int) -> None:
-        self.storage = tensor.untyped_storage()  # kept, so that no other takes its place
+        self.storage = tensor.untyped_storage()  # kept, so that its address is not reused
         self.shape, self._stride = tensor.shape, tensor.stride()
         self._offset = int(tensor.storage_offset())
         self.itemsize, self.state, self.time = tensor.element_size(), state, time
@@ -95,7 +95,7 @@ class _Writing:
         return self._stride
 
     def storage_offset(self) -> int:
-        """Return where it begins."""
+        """Return the offset of what was written to."""
         return self._offset
 
 
@@ -106,8 +106,8 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.examples = examples
         self.along_first = Owned(0, Owners(examples))
-        self.parameters: Container[int] = ()  # by id, which are the recorder's business
-        self.derived: dict[int, Tensor] = {}  # by id, and so that ids stay theirs
+        self.parameters: Container[int] = ()  # ids of tensors that the recorder handles
+        self.derived: dict[int, Tensor] = {}  # by id; held, so that ids are not reused
         self._model = model
         self._serial = next(_serials)
         self._slot = _free_slots.pop(0)
@@ -118,35 +118,35 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._last: Any = None
         self.before: tuple[torch.Size, tuple[int, ...], int] | None = None
         self.has_dropout = False  # in attention
-        self.by_place = False  # whether examples were chosen by their place in the batch
+        self.by_place = False  # whether examples were selected by their position in the batch
 
     def close(self) -> None:
-        """Let another tracker have this one's attribute."""
+        """Release the attribute for another tracker."""
         if self._slot >= 0:
             _free_slots.insert(0, self._slot)
             self._slot = -1
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        # else torch wraps what is called for every operation, and imports its compiler for it
+        # else torch wraps __torch_dispatch__, and imports its compiler to do so
         return False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        # called for every operation of a model: it must be quick
+        # called for every operation of a model, so it has to be fast
         operation = _operations.get(func)
         if operation is None:
             operation = _operations.setdefault(func, Operation(func))
         self.trail.add((self._last, operation))
         self._last = operation
-        if operation.communicates:  # before it does, since the others may not take a single pass
+        if operation.communicates:  # before it does: other ranks may not make a single pass
             raise CannotFuseError(
                 f"The single-pass engine cannot run a loss_fn that communicates with other ranks "
-                f"({func}): they would have to call it as often."
+                f"({func}): they would have to call it equally often."
             )
         if operation.reshapes_itself:
-            self.state(args[0])  # while it has the shape that this is about
+            self.state(args[0])  # while it still has its old shape
             self.before = args[0].shape, args[0].stride(), args[0].storage_offset()
         result = func(*args, **kwargs) if kwargs else func(*args)
         mark, serial = self.mark, self._serial
@@ -180,14 +180,14 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return newer
         if mark is None:
             if isinstance(tensor, Tensor) and tensor.requires_grad and tensor.grad_fn is not None:
-                return Opaque("a tensor whose gradient goes somewhere that cannot be seen")
+                return Opaque("a tensor whose gradient flows where it cannot be tracked")
             return None
         if mark.state is DERIVED and not tensor.requires_grad:
             return None
         return mark.state
 
     def set(self, tensor: Tensor, state: State | None) -> None:
-        """Take note of what is known of a tensor."""
+        """Store what is known of a tensor."""
         if state is None:
             return
         setattr(tensor, self.mark, Mark(self._serial, state, self._clock))
@@ -195,11 +195,11 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.derived[id(tensor)] = tensor
 
     def opaque(self, why: str) -> Opaque:
-        """Return the state of what cannot be told apart, with the place where it came about."""
+        """Return the state of a tensor whose owners are unknown, with the module it came from."""
         return Opaque(why + self._place())
 
     def _place(self) -> str:
-        """Return the innermost module at work, in words."""
+        """Describe the innermost module that is running."""
         frame = sys._getframe(1)
         while frame is not None:
             module = frame.f_locals.get("self") if "self" in frame.f_code.co_varnames else None
@@ -228,7 +228,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             targets = writes(args, kwargs)
             new = state[0] if isinstance(state, list) else state
             if len(targets) > 1 and new is not None:
-                new = self.opaque(f"{func}(), which changes several tensors,")
+                new = self.opaque(f"{func}(), which modifies several tensors,")
             for target in targets:
                 self.write(target, new)
             others = [each for each in _tensors_in(result) if all(each is not t for t in targets)]
@@ -244,7 +244,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.set(tensor, each)
 
     def write(self, tensor: Tensor, state: State | None) -> None:
-        """Take note that a tensor was changed in place, for all that share its memory."""
+        """Record that a tensor was modified in place, for all tensors that share its memory."""
         before = self.state(tensor)
         if state is None or state == before:
             return
@@ -266,18 +266,18 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._written[tensor.untyped_storage()._cdata] = _Writing(tensor, state, self._clock)
 
     def _lifted(self, view: Tensor, state: State, base: Tensor) -> State:
-        """Return the state of a tensor of which a view was written to."""
+        """Return the state of a tensor after a view of it was written to."""
         before = self.state(base)
         for each in (before, state):
             if isinstance(each, Opaque):
                 return each
         if DERIVED in (before, state):
             if isinstance(before, Owned) or isinstance(state, Owned):
-                return self.opaque("parameters written beside examples")
+                return self.opaque("a tensor that both parameters and examples were written to")
             return DERIVED
         assert isinstance(state, Owned)
         if base.element_size() != view.element_size():
-            return self.opaque("numbers written as if they were of another kind")
+            return self.opaque("memory written as another dtype")
         with self.paused():
             cells = self._cells(base)
             if isinstance(before, Owned):
@@ -285,11 +285,11 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             _put(cells, view, state)
             found = from_elements(self._over(cells, base), self.examples)
         if found is False:
-            return self.opaque("examples written beside each other")
+            return self.opaque("several examples written into one tensor")
         return found or state
 
     def _seen_anew(self, tensor: Tensor, mark: Mark | None) -> State | None:
-        """Return the state of a tensor whose memory was written to by way of another."""
+        """Return the state of a tensor whose memory was written to through another one."""
         writing = self._written.get(tensor.untyped_storage()._cdata)
         if writing is None or (mark is not None and mark.time >= writing.time):
             return None
@@ -310,7 +310,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, writing: _Writing, state: Owned, view: Tensor, old: Owned | None
     ) -> State | None:
         if writing.itemsize != view.element_size():
-            return self.opaque("numbers read as if they were of another kind")
+            return self.opaque("memory read as another dtype")
         with self.paused():
             cells = self._cells(view)
             if old is not None:
@@ -322,7 +322,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return found or None
 
     def through_memory(self, source: Tensor, state: Owned, view: Tensor) -> State | None:
-        """Return the state of a view, whatever the function that made it, from where it lies."""
+        """Return the state of any view from its place in memory."""
         with self.paused():
             cells = self._cells(source)
             _put(cells, source, state)
@@ -332,7 +332,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _cells(self, tensor: Tensor) -> Tensor:
         """Return one number for each element of a storage."""
         size = tensor.untyped_storage().nbytes() // tensor.element_size() + 1
-        return torch.full((size,), NOBODY, device=tensor.device)
+        return torch.full((size,), NO_OWNER, device=tensor.device)
 
     @staticmethod
     def _over(cells: Tensor, tensor: Tensor) -> Tensor:
@@ -340,13 +340,13 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Inside the block nothing is followed."""
+        """Track nothing inside the block."""
         with torch._C._DisableTorchDispatch(), torch.no_grad():
             yield
 
 
 def _put(cells: Tensor, tensor: Tensor | _Writing, state: Owned) -> None:
-    """Write owners to the places of a tensor, which may overlap."""
+    """Write owners to the memory cells of a tensor, which may overlap."""
     places = torch.arange(len(cells), device=cells.device)
     places = places.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
     cells[places.reshape(-1)] = state.elements(tensor.shape, cells.device).reshape(-1)

@@ -1,8 +1,8 @@
-"""Checking single passes: when, and what counts as the same gradient.
+"""Checking single passes: when to check, and what counts as the same gradient.
 
-Owners are followed with care, but a model can mix its examples where nothing shows it: by a number
-that was read on the host, or in a backward pass of its own. So now and then one micro-batch is
-differentiated alone, and every parameter's gradient compared.
+Owners are tracked with care, but a model can mix its examples out of sight: through a number read
+on the host, or in a custom backward pass. So now and then one micro-batch is differentiated alone,
+and the gradient of every parameter is compared.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from microclip import multitensor
 from microclip.engines.single_pass.tracker import Operation
 
 Verify = Literal["rarely", "always", "never"] | int
-SHARE = 0.01  # of all steps, in time, that checks may take,
-STEPS = 200  # counted from so many on
-EARLY = 8  # steps that are all checked if the model looks at values of several examples
-LATER = 0.8  # steps' time that checks may take at any rate, beside those of the first step
-ALONE = 1.5  # what a micro-batch alone takes of its share of a step, comparison included
-FEW = 3  # micro-batches that are checked together where dropout must be held still
-TRIES = 4  # micro-batches alone, until one tells something
-MOST_SURPRISES = 64  # checks for functions that are new, before they have to fit in
+SHARE = 0.01  # of the training time that checks may take,
+STEPS = 200  # as if there had been at least this many steps
+EARLY = 8  # steps that are all checked if the model reads values of several examples
+LATER = 0.8  # of a step's time that checks may take in any case, beside those of the first step
+ALONE = 1.5  # cost of a micro-batch alone, relative to its share of a step, comparison included
+FEW = 3  # micro-batches that are checked together where dropout has to be disabled
+TRIES = 4  # micro-batches to run alone, until one is conclusive
+MOST_SURPRISES = 64  # checks of new functions that need not fit into the time
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Tolerance:
     """By how much a parameter's gradient may differ."""
 
     relative: float  # of its norm,
-    absolute: float  # plus so much of the whole gradient's
+    absolute: float  # plus this much of the whole gradient's norm
 
     @classmethod
     def for_(cls, dtypes: set[torch.dtype], rounded: bool) -> Tolerance:
@@ -48,7 +48,7 @@ class Tolerance:
 
 
 class Comparison:
-    """How far gradients are off, parameter by parameter; none of them is kept."""
+    """How far gradients are off, parameter by parameter; no gradient is kept."""
 
     def __init__(self) -> None:
         self._errors: dict[str, float] = {}
@@ -57,7 +57,7 @@ class Comparison:
 
     @torch.no_grad()
     def add(self, name: str, found: Tensor | None, wanted: Tensor | None) -> None:
-        """Compare one parameter's gradients; one that is missing is zero."""
+        """Compare one parameter's gradients; a missing one counts as zero."""
         given = [each for each in (found, wanted) if each is not None]
         self._dtypes |= {each.dtype for each in given}
         self._norms[name] = 0.0 if wanted is None else _norm(wanted)
@@ -76,7 +76,7 @@ class Comparison:
         return total / norm if norm else total
 
     def suspect(self, rounded: bool) -> str | None:
-        """Return the parameter that is furthest off, if any is off by too much or not finite."""
+        """Return the parameter that is furthest off, if any is too far off or not finite."""
         tolerance = Tolerance.for_(self._dtypes, rounded)
         whole = math.hypot(*self._norms.values())
         worst, suspect = 1.0, None
@@ -95,22 +95,22 @@ def _norm(gradient: Tensor) -> float:
 
 
 class Verifier:
-    """Decides when to check, so that it takes little time.
+    """Decides when to check, so that checks take little time.
 
     Args:
         how: "rarely": the first batch, steps 2, 4, 8, ..., and whenever the model does something
-            that it has not done before; "always", "never", or a number n: besides, every n-th step.
+            new; "always"; "never"; or a number n: also every n-th step.
     """
 
     def __init__(self, how: Verify = "rarely") -> None:
         self.how = how
         self.steps = 0
-        self.listens = False  # takes note of what the model does, and checks nothing
+        self.listens = False  # only records what the model does, and checks nothing
         self._known: set[Any] = set()
         self._surprises = 0
         self._spent = 0.0  # in steps
         self._first = 0.0  # of that, in the first step
-        self._random = random.Random(0)  # of its own, so that nobody's numbers change
+        self._random = random.Random(0)  # private, so that no other random numbers change
 
     @property
     def is_on(self) -> bool:
@@ -123,27 +123,27 @@ class Verifier:
         return self.steps == 1
 
     def begin(self) -> None:
-        """Take note that a step begins."""
+        """Count a step that begins."""
         self.steps += not self.listens
 
     def shuffled(self, count: int) -> list[int]:
-        """Return so many micro-batches in another order."""
+        """Return the indices of `count` micro-batches in random order."""
         order = list(range(count))
         self._random.shuffle(order)
         return order
 
     def is_new(self, trail: set[Any]) -> bool:
-        """Whether a pass did something that none has done before."""
+        """Whether a pass did something that no earlier one did."""
         return not trail <= self._known
 
     def is_due(self, trail: set[Any], microbatches: int, is_doubtful: bool = False) -> bool:
-        """Whether a pass is to be checked, as often as there is time for it if it is doubtful.
+        """Whether to check a pass; doubtful ones are checked as often as there is time.
 
         Args:
             trail: What it did.
             microbatches: How many there were.
-            is_doubtful: Whether the model looked at values of several examples, by which it may
-                have mixed them.
+            is_doubtful: Whether the model read values of several examples, and so may have mixed
+                them.
         """
         new = self.is_new(trail)
         self._known |= trail
@@ -161,15 +161,15 @@ class Verifier:
         return due
 
     def spend(self, steps: float) -> None:
-        """Take note of what a check took, in steps."""
+        """Add the cost of a check, in steps."""
         self._spent += steps
         self._first += steps * self.is_first
 
 
 def draws_numbers(trail: set[Any]) -> bool:
-    """Whether any of the operations of a pass draws random numbers from torch.
+    """Whether any operation of a pass draws random numbers from torch.
 
-    Those that may, and only do if they are told to, are left to whoever knows their arguments.
+    Attention may or may not, depending on its arguments, and is left to the tracker.
     """
     return any(
         torch.Tag.nondeterministic_seeded in operation.func.tags
@@ -180,9 +180,9 @@ def draws_numbers(trail: set[Any]) -> bool:
 
 
 class AutocastWatch:
-    """Notices whether any module computes under autocast: gradients are whole, but rounded.
+    """Notices whether any module runs under autocast, which rounds gradients.
 
-    Who switches it on may do so around the model (Accelerate does), so it is asked inside.
+    Autocast may be enabled inside loss_fn (Accelerate does so), so modules are asked.
     """
 
     def __init__(self, device_types: set[str]) -> None:
@@ -201,7 +201,7 @@ class AutocastWatch:
 
 
 def module_of(model: nn.Module, parameter: str) -> str:
-    """Return the module that has a parameter, in words."""
+    """Describe the module that has a parameter."""
     name, _, _ = parameter.rpartition(".")
     try:
         kind = type(model.get_submodule(name)).__name__

@@ -1,4 +1,4 @@
-"""Operations that choose elements, put them somewhere, or put tensors together."""
+"""Operations that select elements, put them somewhere, or join tensors."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from microclip.engines.single_pass.owners import DERIVED, NOBODY, Opaque, Owned, Owners, State
+from microclip.engines.single_pass.owners import DERIVED, NO_OWNER, Opaque, Owned, Owners, State
 from microclip.engines.single_pass.propagation.registry import (
     by_elements,
     combined,
     mixed,
     rule,
-    settled,
+    trivial_state,
 )
 from microclip.engines.single_pass.tracker import Tracker
 
 
 @rule("embedding")
 def embedding(tracker: Tracker, func: Any, args: Any, kwargs: Any, result: Any) -> Any:
-    """Lines of a table."""
+    """Rows of a table."""
     table, indices = args[:2]
     rows, chosen = tracker.state(table), tracker.state(indices)
     if rows is None or rows is DERIVED:
-        return settled(tracker, func, [rows])[0] or chosen
+        return trivial_state(tracker, func, [rows])[0] or chosen
     return index(tracker, func, (table, [indices]), {}, result)
 
 
@@ -46,7 +46,7 @@ def broadcast_shapes(*shapes: torch.Size) -> torch.Size:
 
 
 class _Selection:
-    """What x[indices] chooses of x: an index shape in place of the indexed dimensions."""
+    """What x[indices] selects of x: an index shape in place of the indexed dimensions."""
 
     def __init__(self, x: Tensor, indices: Sequence[Tensor | None]) -> None:
         self.indices = _masks_as_numbers(indices, x.dim())
@@ -67,13 +67,13 @@ class _Selection:
         return place if place < self.start else place + len(self.shape)
 
     def source(self, dim: int) -> int | None:
-        """Return which dimension ended up here; None: one of the indices'."""
+        """Return which dimension ended up here; None: one of the index shape."""
         if self.start <= dim < self.start + len(self.shape):
             return None
         return self.kept[dim if dim < self.start else dim - len(self.shape)]
 
     def of(self, owners: Owners, dim: int) -> Tensor:
-        """Return the owner of every chosen index."""
+        """Return the owner of every selected index."""
         numbers = self.at(dim)
         vector = owners.vector(numbers.device)
         return vector[numbers.expand(self.shape)]
@@ -83,15 +83,15 @@ def _agreed(one: Tensor | None, two: Tensor) -> Tensor | None:
     """Return owners that both allow; None if they differ."""
     if one is None:
         return two
-    if not bool(((one == two) | (one == NOBODY) | (two == NOBODY)).all()):
+    if not bool(((one == two) | (one == NO_OWNER) | (two == NO_OWNER)).all()):
         return None
-    return torch.where(one == NOBODY, two, one)
+    return torch.where(one == NO_OWNER, two, one)
 
 
 def _owners_of_indices(
     tracker: Tracker, indices: Sequence[Tensor | None], chosen: _Selection, so_far: Tensor | None
 ) -> tuple[Tensor | None, bool]:
-    """Add what the indices themselves depend on; whether all agree."""
+    """Add the owners of the indices themselves; also return whether all agree."""
     for each in indices:
         state = tracker.state(each)
         if not isinstance(state, Owned) or each is None or each.dtype in (torch.bool, torch.uint8):
@@ -145,7 +145,7 @@ def index_put(tracker: Tracker, func: Any, args: Any, kwargs: Any, result: Any) 
     """x[indices] = values, or += them."""
     x, indices, values = args[:3]
     before, new = tracker.state(x), tracker.state(values)
-    special, done = settled(tracker, func, [before, new])
+    special, done = trivial_state(tracker, func, [before, new])
     if done and special is not None and (not isinstance(special, Owned) or before is not None):
         return special
     with tracker.paused():
@@ -159,7 +159,7 @@ def _put(
     shape = list(chosen.shape)
     selected = [x.shape[dim] for dim in chosen.kept]
     selected[chosen.start : chosen.start] = shape
-    elements = None  # who owns the indexed places
+    elements = None  # the owners of the indexed places
     if isinstance(new, Owned):
         spread = combined(tracker, func, [(values, new)], selected)
         if isinstance(spread, Owned) and spread.axis is not None:
@@ -200,10 +200,10 @@ def _filled(
     elements: Tensor,
     before: Owners | None,
 ) -> State:
-    """Return the owners along a dimension of a tensor that was written to."""
+    """Return the owners along a dimension after the tensor was written to."""
     numbers = chosen.at(dim).expand(chosen.shape)
     elements = elements.to(numbers.device)
-    vector = torch.full((x.shape[dim],), NOBODY, device=numbers.device)
+    vector = torch.full((x.shape[dim],), NO_OWNER, device=numbers.device)
     if before is not None:
         vector = before.vector(numbers.device).clone()
         agreed = _agreed(vector[numbers], elements)
@@ -218,7 +218,7 @@ def _filled(
 
 @rule("index_select")
 def index_select(tracker: Tracker, func: Any, args: Any, kwargs: Any, result: Any) -> Any:
-    """Chosen indices of one dimension."""
+    """Selected indices of one dimension."""
     x, dim, numbers = args[:3]
     if x.dim() == 0:
         return tracker.state(x)
@@ -264,7 +264,7 @@ def scatter(tracker: Tracker, func: Any, args: Any, kwargs: Any, result: Any) ->
     where = tracker.state(numbers)
     if isinstance(where, Owned):
         states.append(where)
-    special, done = settled(tracker, func, states)
+    special, done = trivial_state(tracker, func, states)
     if done:
         return special
     with tracker.paused():
@@ -292,16 +292,16 @@ def _cells_of(state: State | None, x: Tensor) -> Tensor:
     """Return a tensor of owners, one for each element."""
     if isinstance(state, Owned):
         return state.elements(x.shape, x.device).clone()
-    return torch.full(x.shape, NOBODY, device=x.device)
+    return torch.full(x.shape, NO_OWNER, device=x.device)
 
 
 @rule("index_add", "index_copy", "index_reduce")
 def index_add(tracker: Tracker, func: Any, args: Any, kwargs: Any, result: Any) -> Any:
-    """Rows that are added to chosen ones."""
+    """Rows that are added to selected rows."""
     x, dim, numbers, source = args[:4]
     dim %= max(1, x.dim())
     before, new = tracker.state(x), tracker.state(source)
-    special, done = settled(tracker, func, [before, new])
+    special, done = trivial_state(tracker, func, [before, new])
     if done and not (isinstance(special, Owned) and before is None):
         return special
     with tracker.paused():
@@ -317,10 +317,10 @@ def index_fill(tracker: Tracker, func: Any, args: Any, kwargs: Any, result: Any)
 
 @rule("masked_scatter")
 def masked_scatter(tracker: Tracker, func: Any, args: Any, kwargs: Any, result: Any) -> Any:
-    """Elements in their order, wherever the mask is true."""
+    """Elements that are written in order wherever the mask is true."""
     x, mask, source = args[:3]
     states = [tracker.state(x), tracker.state(source)]
-    special, done = settled(tracker, func, states)
+    special, done = trivial_state(tracker, func, states)
     if done and not isinstance(special, Owned):
         return special
     with tracker.paused():
@@ -338,7 +338,7 @@ def masked_scatter(tracker: Tracker, func: Any, args: Any, kwargs: Any, result: 
 
 @rule("masked_select")
 def masked_select(tracker: Tracker, func: Any, args: Any, kwargs: Any, result: Any) -> Any:
-    """The elements where the mask is true, in a row."""
+    """The elements where the mask is true, flattened."""
     x, mask = args[:2]
     state = tracker.state(x)
     if not isinstance(state, Owned) or state.axis is None:
@@ -351,7 +351,7 @@ def masked_select(tracker: Tracker, func: Any, args: Any, kwargs: Any, result: A
 
 @rule("nonzero")
 def nonzero(tracker: Tracker, func: Any, args: Any, kwargs: Any, result: Any) -> Any:
-    """Where something is: one row for each place."""
+    """Positions of nonzero elements, one per row."""
     state = tracker.state(args[0])
     if not isinstance(state, Owned) or state.axis is None:
         return state
@@ -362,7 +362,7 @@ def nonzero(tracker: Tracker, func: Any, args: Any, kwargs: Any, result: Any) ->
 
 @rule("cat", "concat", "concatenate")
 def cat(tracker: Tracker, func: Any, args: Any, kwargs: Any, result: Any) -> Any:
-    """Tensors one after the other."""
+    """Tensors along an existing axis."""
     tensors = args[0]
     dim = (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % max(1, result.dim())
     pairs = [
@@ -370,7 +370,7 @@ def cat(tracker: Tracker, func: Any, args: Any, kwargs: Any, result: Any) -> Any
         for tensor in tensors
         if not (tensor.dim() == 1 and tensor.numel() == 0 and result.dim() > 1)
     ]
-    special, done = settled(tracker, func, [state for _, state in pairs])
+    special, done = trivial_state(tracker, func, [state for _, state in pairs])
     if done and not isinstance(special, Owned) and not _several_whole(pairs):
         return special
     axes = {state.axis for _, state in pairs if isinstance(state, Owned)}
@@ -384,12 +384,12 @@ def cat(tracker: Tracker, func: Any, args: Any, kwargs: Any, result: Any) -> Any
 
 
 def _put_in(shape: Sequence[int], dim: int) -> list[int]:
-    """Return a shape as if the dimension that tensors are put together along were alike."""
+    """Return a shape with size 1 along the dimension of concatenation."""
     return [1 if i == dim else size for i, size in enumerate(shape)]
 
 
 def _several_whole(pairs: list[tuple[Tensor, State | None]]) -> bool:
-    """Whether all that is owned belongs to single examples, though to different ones."""
+    """Whether each owned tensor belongs to a single example, though perhaps to different ones."""
     states = [state for _, state in pairs if state is not None]
     return bool(states) and all(isinstance(state, Owned) and state.axis is None for state in states)
 
@@ -399,7 +399,7 @@ def _along_dim(tracker: Tracker, tensor: Tensor, state: State | None, dim: int) 
     if isinstance(state, Owned):
         vector = state.owners.vector()
         return vector if state.axis == dim else vector[:1].expand(size)
-    return torch.full((size,), NOBODY)
+    return torch.full((size,), NO_OWNER)
 
 
 @rule("stack")
@@ -410,7 +410,7 @@ def stack(tracker: Tracker, func: Any, args: Any, kwargs: Any, result: Any) -> A
     pairs = [(tensor, tracker.state(tensor)) for tensor in tensors]
     if _several_whole(pairs):
         parts = [
-            state.owners.vector()[:1] if isinstance(state, Owned) else torch.tensor([NOBODY])
+            state.owners.vector()[:1] if isinstance(state, Owned) else torch.tensor([NO_OWNER])
             for _, state in pairs
         ]
         return Owned(dim, Owners.of(torch.cat(parts), tracker.examples))

@@ -1,32 +1,135 @@
-"""Layers: convolutions, pooling, norms, attention."""
+"""Layers where no parameter is recorded: products, convolutions, pooling, norms, attention."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from microclip.engines.single_pass.owners import Owned, Owners
+from microclip.engines.single_pass.owners import Owned, Owners, State
 from microclip.engines.single_pass.propagation.registry import (
     RULES,
     combined,
     mixed,
     named,
     rule,
-    settled,
     tensors_in,
+    trivial_state,
+    unknown,
 )
 from microclip.engines.single_pass.tracker import Rule, Tracker
 
 
+def _product(
+    tracker: Tracker, func: Any, a: Tensor, b: Tensor, batched: bool, shape: Sequence[int]
+) -> State | None:
+    """The product of two matrices, or of two batches of matrices."""
+    states = [tracker.state(a), tracker.state(b)]
+    special, done = trivial_state(tracker, func, states)
+    if done:
+        return special
+    found: list[tuple[Tensor, State | None]] = []
+    like = a.new_empty(()).expand(tuple(shape))
+    for tensor, state, inner in ((a, states[0], a.dim() - 1), (b, states[1], max(0, b.dim() - 2))):
+        if not isinstance(state, Owned):
+            continue
+        if state.axis is None:
+            found.append((like, state))
+            continue
+        if state.axis == inner:
+            return mixed(tracker, func)
+        if batched and state.axis == 0:
+            found.append((like, state))
+        elif tensor is a and state.axis == a.dim() - 2:
+            found.append((like, state.at(len(shape) - (2 if b.dim() > 1 else 1))))
+        else:  # a column of the second
+            found.append((like, state.at(len(shape) - 1)))
+    return combined(tracker, func, found, shape)
+
+
+@rule("mm", "mv", "_int_mm")
+def mm(tracker: Tracker, func: Any, args: Any, kwargs: Any, result: Any) -> Any:
+    """Matrices."""
+    return _product(tracker, func, args[0], args[1], False, result.shape)
+
+
+@rule("bmm")
+def bmm(tracker: Tracker, func: Any, args: Any, kwargs: Any, result: Any) -> Any:
+    """Batches of matrices."""
+    return _product(tracker, func, args[0], args[1], True, result.shape)
+
+
+@rule("_cdist_forward", "_euclidean_dist")
+def distances(tracker: Tracker, func: Any, args: Any, kwargs: Any, result: Any) -> Any:
+    """Rows of one matrix with rows of another."""
+    a, b = args[0], args[1]
+    states = [tracker.state(a), tracker.state(b)]
+    special, done = trivial_state(tracker, func, states)
+    if done:
+        return special
+    found: list[tuple[Tensor, State | None]] = []
+    like = result.new_empty(()).expand(result.shape)
+    for tensor, state, last in ((a, states[0], 2), (b, states[1], 1)):
+        if isinstance(state, Owned) and state.axis is not None:
+            place = state.axis - tensor.dim()
+            if place == -1:
+                return mixed(tracker, func)
+            axis = result.dim() + (place if place < -2 else -last)
+            if result.shape[axis] != tensor.shape[state.axis]:
+                return mixed(tracker, func)
+            state = state.at(axis)
+        found.append((like, state))
+    return combined(tracker, func, found, result.shape)
+
+
+@rule("addmm", "addmv", "baddbmm", "_addmm_activation")
+def addmm(tracker: Tracker, func: Any, args: Any, kwargs: Any, result: Any) -> Any:
+    """A product with something added."""
+    batched = args[1].dim() == 3
+    product = _product(tracker, func, args[1], args[2], batched, result.shape)
+    parts = [(args[0], tracker.state(args[0])), (result, product)]
+    return combined(tracker, func, parts, result.shape)
+
+
+@rule("linear")
+def linear(tracker: Tracker, func: Any, args: Any, kwargs: Any, result: Any) -> Any:
+    """A linear layer without recorded parameters."""
+    x, weight = args[0], args[1]
+    bias = args[2] if len(args) > 2 else None
+    states = [tracker.state(each) for each in (x, weight, bias) if each is not None]
+    special, done = trivial_state(tracker, func, states)
+    if done:
+        return special
+    if any(state is not None for state in states[1:]):
+        return mixed(tracker, func)
+    state = states[0]
+    assert isinstance(state, Owned)
+    return mixed(tracker, func) if state.axis == x.dim() - 1 else state
+
+
+@rule("_grouped_mm", "_scaled_grouped_mm")
+def grouped_mm(tracker: Tracker, func: Any, args: Any, kwargs: Any, result: Any) -> Any:
+    """Rows that are each multiplied by one of several matrices; offsets say which."""
+    states = [tracker.state(args[0]), tracker.state(args[1])]
+    special, done = trivial_state(tracker, func, states)
+    if done:
+        return special
+    state = states[0]
+    ragged = args[0].dim() == 2 and args[1].dim() == 3 and states[1] is None
+    if ragged and isinstance(state, Owned) and state.axis == 0:
+        return state
+    return unknown(tracker, func, args, kwargs, result)
+
+
 def _leading(spatial: int | None) -> Rule:
-    """Operations on (..., places): those before the places do not meet, inputs go side by side."""
+    """Operations on the last `spatial` dimensions, batched over those before; None: all but one."""
 
     def check(tracker: Tracker, func: Any, args: Any, kwargs: Any, result: Any) -> Any:
         tensors = [t for value in (*args, *kwargs.values()) for t in tensors_in(value)]
         states = [tracker.state(tensor) for tensor in tensors]
-        special, done = settled(tracker, func, states)
+        special, done = trivial_state(tracker, func, states)
         if done:
             return special
         if func is torch.ops.aten._trilinear.default and tracker.state(args[1]) is not None:
@@ -85,9 +188,9 @@ for _name, _spatial in (
 
 @rule("convolution", "_convolution", "mkldnn_convolution", "conv2d", "conv1d", "conv3d")
 def convolution(tracker: Tracker, func: Any, args: Any, kwargs: Any, result: Any) -> Any:
-    """A window that runs over each example by itself."""
+    """A window that runs over each example separately."""
     states = [tracker.state(each) for each in args[:3] if isinstance(each, Tensor)]
-    special, done = settled(tracker, func, states)
+    special, done = trivial_state(tracker, func, states)
     if done:
         return special
     state = states[0]
@@ -98,9 +201,9 @@ def convolution(tracker: Tracker, func: Any, args: Any, kwargs: Any, result: Any
 
 @rule("native_layer_norm", "_fused_rms_norm", "rms_norm", "layer_norm")
 def layer_norm(tracker: Tracker, func: Any, args: Any, kwargs: Any, result: Any) -> Any:
-    """Rows that are normalised."""
+    """Rows that are normalized."""
     states = [tracker.state(each) for each in (args[0], *args[2:4]) if isinstance(each, Tensor)]
-    special, done = settled(tracker, func, states)
+    special, done = trivial_state(tracker, func, states)
     if done:
         return special
     state = states[0]
@@ -122,14 +225,14 @@ def group_norm(tracker: Tracker, func: Any, args: Any, kwargs: Any, result: Any)
 def batch_norm(tracker: Tracker, func: Any, args: Any, kwargs: Any, result: Any) -> Any:
     """Statistics over everything but the channels, unless they are given."""
     states = [tracker.state(each) for each in args[:5] if isinstance(each, Tensor)]
-    special, done = settled(tracker, func, states)
+    special, done = trivial_state(tracker, func, states)
     if done:
         return special
     state = states[0]
     if any(states[1:]) or not isinstance(state, Owned):
         return mixed(tracker, func)
     count = len(tensors_in(result))
-    if state.axis == 1:  # channels of their own for every example, as in instance norm
+    if state.axis == 1:  # separate channels for every example, as in instance norm
         return [state, *[state.at(0)] * (count - 1)]
     training = named(func, args, kwargs, "training")[0]
     given = "no_training" in func._schema.name or "no_update" in func._schema.name
@@ -152,7 +255,7 @@ def attention(tracker: Tracker, func: Any, args: Any, kwargs: Any, result: Any) 
         mask = named(func, args, kwargs, "attn_bias")[0]
     tensors = [*args[:3], *([mask] if isinstance(mask, Tensor) else [])]
     states = [tracker.state(tensor) for tensor in tensors]
-    special, done = settled(tracker, func, states)
+    special, done = trivial_state(tracker, func, states)
     if done:
         return special
     shape = (*args[0].shape[:-2], 1, 1)

@@ -1,4 +1,4 @@
-"""The register of rules, and what they have in common."""
+"""The registry of rules, and what they share."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from microclip.engines.single_pass.owners import (
     DERIVED,
-    NOBODY,
+    NO_OWNER,
     Opaque,
     Owned,
     Owners,
@@ -25,7 +25,7 @@ RULES: dict[str, Rule] = {}  # by the name of an operation
 
 
 def rule(*names: str) -> Callable[[Rule], Rule]:
-    """Let a function be the rule of these operations, in all their overloads and in place."""
+    """Register a function as the rule for these operations, all overloads and in-place variants."""
 
     def register(function: Rule) -> Rule:
         for name in names:
@@ -37,7 +37,7 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
 
 @cache
 def rule_for(func: Any) -> tuple[Rule, Callable[[Any, Any], list[Tensor]] | None]:
-    """Return an operation's rule, and what it writes to if it changes anything in place."""
+    """Return an operation's rule, and what tells which tensors it modifies in place, if any."""
     name = func._schema.name.removeprefix("aten::")
     plain = name.removesuffix("_") if func._schema.is_mutable else name
     found = RULES.get(name) or RULES.get(plain)
@@ -99,12 +99,13 @@ def _places(func: Any, names: tuple[str, ...]) -> list[tuple[str, int, Any]]:
     return found
 
 
-def settled(
+def trivial_state(
     tracker: Tracker, func: Any, states: Iterable[State | None]
 ) -> tuple[State | None, bool]:
-    """Return the state of a result that needs no rule, and whether that is so.
+    """Return the state of a result that needs no rule, and whether it needs none.
 
-    Nothing known, something opaque, parameters, or all of it one example's.
+    That is so if no input is owned, one is opaque, only parameters take part, or everything belongs
+    to one example.
     """
     owned: list[Owned] = []
     derived = False
@@ -119,7 +120,9 @@ def settled(
             derived = True
     if derived and torch.is_grad_enabled():
         if owned:
-            return tracker.opaque(f"a parameter that meets examples unseen, in {label(func)}"), True
+            return tracker.opaque(
+                f"{label(func)}, where a parameter meets examples unrecorded,"
+            ), True
         return DERIVED, True
     if not owned:
         return None, True
@@ -133,26 +136,26 @@ def settled(
 
 
 def label(func: Any) -> str:
-    """Return an operation's name, to speak of it."""
+    """Return an operation's name for messages."""
     return f"{func._schema.name.removeprefix('aten::')}()"
 
 
 def mixed(tracker: Tracker, func: Any) -> Opaque:
-    """Return the state of what several examples have a part in."""
+    """Return the state of a result that mixes examples."""
     return tracker.opaque(f"{label(func)}, which mixes examples,")
 
 
 def unknown(tracker: Tracker, func: Any, args: Any, kwargs: Any, result: Any) -> Any:
-    """Any operation that has no rule: its result is opaque if it depends on examples."""
+    """Operations without a rule: the result is opaque if it depends on examples."""
     every = [t for value in (*args, *kwargs.values()) for t in tensors_in(value)]
-    state, done = settled(tracker, func, [tracker.state(tensor) for tensor in every])
+    state, done = trivial_state(tracker, func, [tracker.state(tensor) for tensor in every])
     if done and not isinstance(state, Owned):
         return state
-    return tracker.opaque(f"{label(func)}, whose way with examples is not known,")
+    return tracker.opaque(f"{label(func)}, whose effect on examples is unknown,")
 
 
 def constant(tracker: Tracker, func: Any, args: Any, kwargs: Any, result: Any) -> Any:
-    """Operations whose results have nothing of their inputs but shapes."""
+    """Operations whose results depend on nothing but the shapes of their inputs."""
     return None
 
 
@@ -168,7 +171,7 @@ for _name in (
 def combined(
     tracker: Tracker, func: Any, parts: Iterable[tuple[Tensor, State | None]], shape: Sequence[int]
 ) -> State | None:
-    """Return the state of what is made element by element, with broadcasting."""
+    """Return the state of the result of an elementwise operation, with broadcasting."""
     dims = len(shape)
     axis: int | None = None
     owners: Owners | None = None
@@ -187,7 +190,7 @@ def combined(
             there = here + dims - tensor.dim()
             if there < 0:
                 return mixed(tracker, func)
-            # the only row is given to all
+            # a single row is broadcast to all
             here = there if tensor.shape[here] == shape[there] else None
         if owners is None:
             axis, owners, last = here, those, state
@@ -200,14 +203,14 @@ def combined(
                 owners = joint
         elif here is None or axis is None:
             alone, others = (those, owners) if here is None else (owners, those)
-            if alone.only is None or alone.only not in (NOBODY, others.only):
+            if alone.only is None or alone.only not in (NO_OWNER, others.only):
                 return mixed(tracker, func)
             axis, owners = (axis, owners) if here is None else (here, those)
         else:
             return mixed(tracker, func)
     if derived and torch.is_grad_enabled():
         if owners is not None:
-            return tracker.opaque(f"a parameter that meets examples unseen, in {label(func)}")
+            return tracker.opaque(f"{label(func)}, where a parameter meets examples unrecorded,")
         return DERIVED
     if owners is None or last is None:
         return None
@@ -215,7 +218,7 @@ def combined(
 
 
 def of_first(body: Rule) -> Rule:
-    """Let a rule be asked only where the first argument is owned along some axis."""
+    """Apply a rule only where the first argument is owned along some axis."""
 
     @wraps(body)
     def checked(tracker: Tracker, func: Any, args: Any, kwargs: Any, result: Any) -> Any:
@@ -228,7 +231,7 @@ def of_first(body: Rule) -> Rule:
 
 
 def owned_rule(*names: str) -> Callable[[Rule], Rule]:
-    """Let a function be the rule where the first argument is owned along some axis."""
+    """Register a rule for operations whose first argument is owned along some axis."""
 
     def register(body: Rule) -> Rule:
         return rule(*names)(of_first(body))
@@ -240,5 +243,7 @@ def by_elements(tracker: Tracker, func: Any, elements: Tensor) -> State | None:
     """Return the state of a tensor from the owner of each of its elements."""
     found = from_elements(elements, tracker.examples)
     if found is False:
-        return tracker.opaque(f"{label(func)}, which leaves examples along no one dimension,")
+        return tracker.opaque(
+            f"{label(func)}, which does not leave the examples along one dimension,"
+        )
     return found or None

@@ -1,4 +1,4 @@
-"""Operations that give the same elements another shape, or move them."""
+"""Operations that reshape or move elements."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from microclip.engines.single_pass.owners import NOBODY, Owned, Owners, State
+from microclip.engines.single_pass.owners import NO_OWNER, Owned, Owners, State
 from microclip.engines.single_pass.propagation.registry import (
     by_elements,
     combined,
@@ -62,7 +62,7 @@ def reshaped(
         if passed > before:
             break
     if owners.is_regular:
-        return tracker.opaque(f"{label(func)}, which cuts the batch in two dimensions,")
+        return tracker.opaque(f"{label(func)}, which splits the batch into two dimensions,")
     return by_elements(tracker, func, state.elements(old, owners.vector().device).reshape(new))
 
 
@@ -81,7 +81,7 @@ def permute(tracker: Tracker, func: Any, args: Any, kwargs: Any, result: Any, st
 def transpose(
     tracker: Tracker, func: Any, args: Any, kwargs: Any, result: Any, state: Owned
 ) -> Any:
-    """Two axes that change places."""
+    """Two axes that are swapped."""
     dims = args[0].dim()
     one, two = args[1] % dims, args[2] % dims
     if state.axis == one:
@@ -91,7 +91,7 @@ def transpose(
 
 @owned_rule("t")
 def t(tracker: Tracker, func: Any, args: Any, kwargs: Any, result: Any, state: Owned) -> Any:
-    """A matrix on its side."""
+    """A transposed matrix."""
     return state.at(1 - state.axis) if args[0].dim() == 2 else state  # type: ignore[operator]
 
 
@@ -106,7 +106,7 @@ def unsqueeze(
 
 @owned_rule("squeeze")
 def squeeze(tracker: Tracker, func: Any, args: Any, kwargs: Any, result: Any, state: Owned) -> Any:
-    """Axes of one index less."""
+    """Axes of size 1 removed."""
     x = args[0]
     dims = args[1] if len(args) > 1 else range(x.dim())
     dims = [dims] if isinstance(dims, int) else dims
@@ -142,7 +142,7 @@ def slice_(tracker: Tracker, func: Any, args: Any, kwargs: Any, result: Any, sta
 
 
 def _part(state: Owned, owners: Owners) -> Owned:
-    """Return the state of a part along the examples' axis; it may be of a single one."""
+    """Return the state of a part along the examples' axis, which may belong to a single one."""
     return Owned(state.axis, owners).alone
 
 
@@ -158,15 +158,15 @@ def select(tracker: Tracker, func: Any, args: Any, kwargs: Any, result: Any, sta
 
 
 def whole(tracker: Tracker, owner: Tensor) -> Owned | None:
-    """Return the state of what one example owns all of."""
-    if int(owner) == NOBODY:
+    """Return the state of a tensor that belongs to one example."""
+    if int(owner) == NO_OWNER:
         return None
     return Owned(None, Owners(tracker.examples, base=owner.view(1)))
 
 
 @owned_rule("unbind")
 def unbind(tracker: Tracker, func: Any, args: Any, kwargs: Any, result: Any, state: Owned) -> Any:
-    """All indices of an axis, one by one."""
+    """Every index of an axis as a tensor."""
     dim = (args[1] if len(args) > 1 else 0) % args[0].dim()
     assert state.axis is not None
     if dim == state.axis:
@@ -178,7 +178,7 @@ def unbind(tracker: Tracker, func: Any, args: Any, kwargs: Any, result: Any, sta
 @owned_rule("split", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes", "chunk",
              "split_copy", "tensor_split", "unsafe_chunk")  # fmt: skip
 def split(tracker: Tracker, func: Any, args: Any, kwargs: Any, result: Any, state: Owned) -> Any:
-    """An axis in parts."""
+    """An axis split into parts."""
     (dim,) = named(func, args, kwargs, "dim")
     if dim % args[0].dim() != state.axis:
         return [state] * len(result)
@@ -191,7 +191,7 @@ def split(tracker: Tracker, func: Any, args: Any, kwargs: Any, result: Any, stat
 
 
 def _reaches_out(tracker: Tracker, source: Tensor, view: Tensor) -> bool:
-    """Whether a view shows memory that the tensor it was made of does not."""
+    """Whether a view shows memory outside the tensor it was made from."""
     with tracker.paused():
         count = source.untyped_storage().nbytes() // source.element_size() + 1
         places = torch.arange(count, device=source.device)
@@ -204,7 +204,7 @@ def _reaches_out(tracker: Tracker, source: Tensor, view: Tensor) -> bool:
 
 @rule("any view")
 def any_view(tracker: Tracker, func: Any, args: Any, kwargs: Any, result: Any) -> Any:
-    """A view of any kind, by where it lies in memory."""
+    """A view of any kind, by its place in memory."""
     state = tracker.state(args[0])
     if func is torch.ops.aten.as_strided.default and _reaches_out(tracker, args[0], result):
         base = args[0]._base
@@ -228,7 +228,7 @@ def any_view(tracker: Tracker, func: Any, args: Any, kwargs: Any, result: Any) -
 def as_strided_(
     tracker: Tracker, func: Any, args: Any, kwargs: Any, result: Any, state: Owned
 ) -> Any:
-    """Other strides for a tensor itself, as pooling has them where there is one index only."""
+    """Strides changed in place, as pooling does for axes of size 1."""
     assert tracker.before is not None
     shape, stride, offset = tracker.before
     x = args[0]
@@ -240,7 +240,7 @@ def as_strided_(
 
 @owned_rule("squeeze_")
 def squeeze_(tracker: Tracker, func: Any, args: Any, kwargs: Any, result: Any, state: Owned) -> Any:
-    """Axes of one index less, of the tensor itself."""
+    """Axes of size 1 removed in place."""
     assert tracker.before is not None
     before = args[0].new_empty(()).expand(tracker.before[0])
     return squeeze.__wrapped__(tracker, func, (before, *args[1:]), kwargs, result, state)  # type: ignore[attr-defined]
@@ -258,12 +258,12 @@ def view_as_real(
 def view_as_complex(
     tracker: Tracker, func: Any, args: Any, kwargs: Any, result: Any, state: Owned
 ) -> Any:
-    """The last axis less."""
+    """The last axis removed."""
     return mixed(tracker, func) if state.axis == result.dim() else state
 
 
 def _moved(tracker: Tracker, func: Any, args: Any, kwargs: Any, result: Any, state: Owned) -> Any:
-    """Operations that only move elements: they move their owners alike."""
+    """Operations that only move elements: apply them to the owners."""
     x = args[0]
     shadow = state.elements(x.shape, x.device)
     if "out" in kwargs:
@@ -288,7 +288,7 @@ owned_rule("roll", "flip", "rot90", "take", "unfold_copy", "pixel_shuffle", "pix
 def repeat_interleave(
     tracker: Tracker, func: Any, args: Any, kwargs: Any, result: Any, state: Owned
 ) -> Any:
-    """Numbers of rows, each as often as it is to be repeated."""
+    """Row indices, each repeated as often as its row will be."""
     if result.dtype not in (torch.long, torch.int) or args[0].dim() != 1 or len(args) > 1:
         return unknown(tracker, func, args, kwargs, result)
     return Owned(0, state.owners.taken(result.long()))
@@ -296,7 +296,7 @@ def repeat_interleave(
 
 @owned_rule("repeat")
 def repeat(tracker: Tracker, func: Any, args: Any, kwargs: Any, result: Any, state: Owned) -> Any:
-    """The tensor several times along its axes."""
+    """The tensor repeated along its axes."""
     x, repeats = args[0], args[1]
     assert state.axis is not None
     axis = state.axis + len(repeats) - x.dim()
@@ -309,14 +309,14 @@ def repeat(tracker: Tracker, func: Any, args: Any, kwargs: Any, result: Any, sta
 def constant_pad(
     tracker: Tracker, func: Any, args: Any, kwargs: Any, result: Any, state: Owned
 ) -> Any:
-    """Constants around the tensor: they belong to nobody."""
+    """Constants around the tensor, which have no owner."""
     x, pad = args[0], args[1]
     assert state.axis is not None
     place = 2 * (x.dim() - 1 - state.axis)
     left, right = pad[place : place + 2] if place < len(pad) else (0, 0)
     if not (left or right):
         return state
-    vector = torch.nn.functional.pad(state.owners.vector(), (left, right), value=NOBODY)
+    vector = torch.nn.functional.pad(state.owners.vector(), (left, right), value=NO_OWNER)
     return Owned(state.axis, Owners.of(vector, tracker.examples))
 
 
@@ -324,7 +324,7 @@ def constant_pad(
 def pad_packed(
     tracker: Tracker, func: Any, args: Any, kwargs: Any, result: Any, state: Owned
 ) -> Any:
-    """Packed rows as (time, examples, ...) again, in the order they were packed."""
+    """Packed rows unpacked to (time, examples, ...), in the order they were packed."""
     data, sizes, batch_first = args[:3]
     if state.axis != 0:
         return mixed(tracker, func)

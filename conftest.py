@@ -1,0 +1,35 @@
+"""What all tests share, and which of them the default run leaves to `make test-all`."""
+
+import os
+import sys
+from collections import Counter
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: no test reaches for a network
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def _calm():
+    """One thread each (two test processes share two cores), a known seed."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    state = sys.modules.get("accelerate.state")
+    if state is not None:  # settings of the first Accelerator in a process hold for all later ones
+        state.AcceleratorState._reset_state(True)
+        state.GradientState._reset_state()
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m deselects
+def pytest_collection_modifyitems(items):
+    """Of a matrix marked `sample(n)`, leave all but every n-th case to the full run."""
+    seen = Counter()
+    for item in items:
+        mark = item.get_closest_marker("sample")
+        if mark is None:
+            continue
+        matrix = item.nodeid.partition("[")[0]
+        if seen[matrix] % mark.args[0]:
+            item.add_marker(pytest.mark.full)
+        seen[matrix] += 1

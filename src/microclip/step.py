@@ -1,0 +1,164 @@
+"""The step in progress: its record, its engine, and the fallback if a single pass fails.
+
+Made by a Clipper for every step. It does not know how the batch was cut, nor about wrappers: the
+Clipper has dealt with both before anything is folded here.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+
+from microclip.checks import check_same_parameters
+from microclip.engines.base import Engine, MismatchError
+from microclip.engines.gradients import take, trainable
+from microclip.engines.losses import LossFn, LossPerExampleError, MeansOnly
+from microclip.engines.select import EngineSelector
+from microclip.engines.step_record import Policy, StepRecord
+from microclip.engines.stream import Stream
+from microclip.microbatches import Microbatch, MicrobatchList
+from microclip.multitensor import accumulation_dtype
+
+if TYPE_CHECKING:
+    from microclip.distributed.collectives import LossCommunication
+    from microclip.distributed.ranks import Ranks
+
+
+class Step:
+    """Folds micro-batches into one step, with the engine that the selector makes for it."""
+
+    def __init__(
+        self, number: int, policy: Policy, selector: EngineSelector, ranks: Ranks | None
+    ) -> None:
+        self.number = number
+        self.policy = policy
+        self.record = StepRecord(policy, number, ranks)
+        self.engine: Engine | None = None  # None: nothing was folded yet
+        self.notes: list[str] = []  # for the outcome
+        self._selector = selector
+        self._model: nn.Module = selector.model
+        self._ranks = ranks
+
+    def fold(
+        self,
+        loss_fn: LossFn,
+        microbatches: MicrobatchList,
+        final: bool,
+        communication: LossCommunication | None,
+    ) -> None:
+        """Add micro-batches; `final`: no others will follow.
+
+        `communication` detects whether `loss_fn` communicates with other ranks, if there are any.
+        """
+
+        def fold(loss_fn: LossFn) -> None:
+            (self._fold_whole if final else self._fold_chunk)(loss_fn, microbatches)
+
+        if communication is None:
+            fold(loss_fn)
+            return
+        before = self.engine
+        if communication.run(fold, loss_fn):
+            return
+        self._selector.stay_in_step(communication.found)
+        if before is None:
+            self._restart()
+        if self._ranks is not None:
+            self._ranks.describe(self.policy, self._selector.scaler, trainable(self._model))
+            self._ranks.agree(self.number, len(microbatches))
+        fold(loss_fn)
+
+    def _restart(self) -> StepRecord:
+        """Forget the micro-batches so far; return the new record."""
+        self.engine, self.record = None, StepRecord(self.policy, self.number, self._ranks)
+        return self.record
+
+    def _fold_chunk(self, loss_fn: LossFn, microbatches: MicrobatchList) -> None:
+        first = self.engine is None
+        self.engine = self.engine or self._selector.for_chunks(self.record)
+        check_same_parameters(self._model, self.engine.parameters)
+        microbatches = self._guarded(microbatches)
+        try:
+            self.engine.fold(loss_fn, microbatches, final=False)
+        except MismatchError as error:
+            self._selector.give_up_single_passes(error)
+            if not first:
+                raise
+            self.engine = self._selector.for_chunks(self._restart())
+            self.engine.fold(loss_fn, microbatches.pristine, final=False)
+
+    def _fold_whole(self, loss_fn: LossFn, microbatches: MicrobatchList) -> None:
+        if self._selector.must_probe_loss(loss_fn, microbatches):
+            guarded = microbatches.keep_copy()
+            if self._fold_means(loss_fn, microbatches.keep_copy()):
+                return
+            microbatches = guarded.reverted()
+        self.engine = self._selector.for_batch(self.record, loss_fn, microbatches)
+        microbatches = self._guarded(microbatches)
+        try:
+            self.engine.fold(loss_fn, microbatches, final=True)
+        except Exception as error:
+            # a rare branch of the model, or a batch too large, must not end a training run; if the
+            # model itself fails, it will fail again
+            if (
+                self.engine.name != "fused"
+                or not self._selector.may_give_up(error)
+                or not microbatches.can_be_repeated
+            ):
+                raise
+            self.engine = self._selector.reliable_engine(self._restart())
+            self.engine.fold(loss_fn, microbatches.pristine, final=True)
+            self._selector.give_up_single_passes(error)
+
+    def _fold_means(self, loss_fn: LossFn, microbatches: MicrobatchList) -> bool:
+        """Fold with the reliable engine if `loss_fn` returns means; return whether it does.
+
+        So `loss_fn` is called no more often than without "auto". If it returns one loss per
+        example, that single call is undone. If it reads something that cannot be read again, there
+        is no trial, whatever it returns.
+        """
+        before = self._selector.memory.snapshot(loss_fn)
+        self.engine = self._selector.reliable_engine(self.record)
+        try:
+            function = loss_fn if before.unrepeatable else MeansOnly(loss_fn)
+            self.engine.fold(function, microbatches, final=True)
+        except LossPerExampleError:
+            before.restore()
+            self._restart()
+            return False
+        self._selector.note_untried(loss_fn, microbatches, self.engine.name, before.unrepeatable)
+        return True
+
+    def _guarded(self, microbatches: MicrobatchList) -> MicrobatchList:
+        """Return micro-batches that can be restored, if the engine calls `loss_fn` twice."""
+        if self.engine is None or self.engine.name == "stream":
+            return microbatches
+        return self._selector.memory.guarded(microbatches)
+
+    def stream(self, parameters: dict[str, nn.Parameter]) -> Stream:
+        """Return the engine that takes gradients of the user's own backward passes."""
+        engine = self.engine or Stream(self._model, parameters, self.record, self._selector.scaler)
+        assert isinstance(engine, Stream)
+        check_same_parameters(self._model, engine.parameters)
+        self.engine = engine
+        return engine
+
+    def add_gradients(
+        self,
+        engine: Stream,
+        parameters: dict[str, nn.Parameter],
+        microbatch: Microbatch,
+        loss: Tensor | None,
+        loss_scale: float,
+    ) -> None:
+        """Take what is in `.grad` as the gradient of a micro-batch, and clear it."""
+        mean_loss = None if loss is None else loss.detach().mean() / loss_scale
+        gradients = take(parameters)
+        if loss_scale != 1:
+            gradients = {
+                name: gradient.to(accumulation_dtype(gradient)) / loss_scale
+                for name, gradient in gradients.items()
+            }
+        # their memory may belong to the user, who may write the next gradients to it
+        engine.add(gradients, microbatch, mean_loss, is_lent=loss_scale == 1)
