@@ -9,10 +9,10 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 .DEFAULT_GOAL := help
 RECIPE ?= vision
 
-.PHONY: help demo train test lint format bench docs clean
+.PHONY: help demo train test test-all lint format bench docs clean
 
 help: ## say what there is
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 demo: .venv/.demo ## train on digits with wrong labels; ends with a page to look at (2 minutes)
 	$(BIN)/microclip demo
@@ -20,8 +20,13 @@ demo: .venv/.demo ## train on digits with wrong labels; ends with a page to look
 train: .venv/.lab ## train a recipe on embedded data: make train RECIPE=speech (5 minutes)
 	$(BIN)/microclip train $(RECIPE)
 
-test: .venv/.dev ## run all tests, with the coverage of the package
-	$(BIN)/python -m pytest -q -n auto --maxprocesses 8 --cov --cov-fail-under=95
+PYTEST := $(BIN)/python -m pytest -q -n auto --maxprocesses 8
+
+test: .venv/.dev ## run the tests, without the rest of large matrices and what is slow (6 minutes)
+	$(PYTEST)
+
+test-all: .venv/.dev ## run all tests, with coverage (25 minutes)
+	$(PYTEST) -m 'full or not full' --cov --cov-fail-under=95
 
 lint: .venv/.dev ## ruff and mypy --strict
 	$(BIN)/ruff format --check .

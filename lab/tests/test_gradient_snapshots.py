@@ -1,4 +1,4 @@
-"""Per-example gradients at a moment of a run, against autograd and against what must hold."""
+"""Gradient snapshots, compared with autograd and checked for invariants."""
 
 import json
 import math
@@ -29,7 +29,7 @@ SEED = 3
 
 
 def weights_of(recipe, data, folder):
-    """Write new weights as a checkpoint has them, and return the model."""
+    """Write new weights like a checkpoint, and return the model."""
     torch.manual_seed(1)
     model = recipe.build(data)
     folder.mkdir(exist_ok=True)
@@ -40,7 +40,7 @@ def weights_of(recipe, data, folder):
 
 
 def gradients(recipe, data, model, rows):
-    """Return losses and gradients, one row each, by one backward pass after the other."""
+    """Return losses and gradients, one row per example, by separate backward passes."""
     batch = recipe.collate([data.training[row] for row in rows], BatchRng(SEED, 0, len(rows)))
     losses = recipe.losses(model, batch)
     found = []
@@ -131,7 +131,7 @@ def test_without_two_draggers_there_is_nothing_to_look_at(digits):
 
 @dataclass(frozen=True)
 class Muted(Vision):
-    """Nothing is learned from pictures that are labelled as ones."""
+    """Images labeled as ones have no gradient."""
 
     def losses(self, model, batch):
         return super().losses(model, batch) * (batch["labels"] != 1)

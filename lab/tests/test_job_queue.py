@@ -1,4 +1,4 @@
-"""Sweeps: the queue that workers share, and what of a training is given up."""
+"""The queue that workers share, and pruning."""
 
 import math
 import subprocess
@@ -40,7 +40,7 @@ def jobs(count, stage="evaluation"):
 
 
 def test_no_job_is_given_to_two_workers(tmp_path):
-    """Optuna alone does not see to it on SQLite, which knows no locks of rows."""
+    """Optuna alone does not guarantee it on SQLite, which has no row locks."""
     wanted = jobs(24)
     opened(tmp_path).claim([])
     workers, got = [opened(tmp_path) for _ in range(4)], []
@@ -140,7 +140,7 @@ def test_a_storage_that_is_none_is_refused():
 
 
 def pruned(queue, curves, curve, stage="tuning", cell=FOUR):
-    """Return the verdict on a curve, given those of finished trainings of other rates."""
+    """Return the verdict on a curve, given finished runs at other rates."""
     for place, values in enumerate(curves):
         claim = queue.claim([Job("tuning", FOUR, 1.0 + place, 0)])
         queue.complete(claim, Result("here", {}, values), 0.0)

@@ -1,4 +1,4 @@
-"""Accuracies of domains and the metrics of SuperGLUE's tasks, by hand."""
+"""Accuracies by domain and the metrics of SuperGLUE's tasks, checked by hand."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Races: what they cost, who goes on, what is said of it; and whole races, killed and resumed."""
+"""Races: cost, which candidates continue, verdicts; and whole races, killed and resumed."""
 
 import json
 import math
@@ -91,14 +91,14 @@ def test_too_few_steps_are_refused():
 
 
 def race(sizes=(1, 2, 4), steps=1000, **options):
-    """Return a plan in which more is better."""
+    """Return a plan in which higher is better."""
     return Race(
         SweepConfig(race=True, microbatch_sizes=sizes, **options), "score", False, 0.1, 7, steps
     )
 
 
 def run(plan, scores, curve=lambda score: {}):
-    """Return what is finished when all is, with these scores by cell."""
+    """Return the results of a whole race, with these scores by cell."""
     finished = {}
     while jobs := plan.missing(finished):
         for job in jobs:
@@ -184,7 +184,7 @@ def said(plan, scores, curve):
 
 
 def wavy(size):
-    """Return curves around a score that go up and down by so much, each in its own way."""
+    """Return curves that oscillate around a score with this amplitude, each differently."""
 
     def curve(score):
         wave = [math.sin(100 * score * step) for step in range(20)]
@@ -288,7 +288,7 @@ def test_the_winner_is_trained_to_the_end_as_if_there_had_been_no_race(undisturb
 
 
 def test_all_start_alike(undisturbed):
-    """The first loss is of weights that nobody has moved yet, on the same mini-batch."""
+    """The first loss is that of the initial weights, on the same mini-batch."""
     out, _, _ = undisturbed
     settings = [json.loads((f / "run.json").read_text()) for f in (out / RUNS / "race").iterdir()]
     assert {setting["seed"] for setting in settings} == {TRAINING.seed}
@@ -331,7 +331,7 @@ def test_a_race_that_is_killed_comes_to_the_same(undisturbed, tmp_path):
 
 
 def test_a_lap_that_was_run_but_not_noted_is_not_run_again(tmp_path):
-    """As if killed between the checkpoint at the rung and the note in the queue."""
+    """As if killed between writing the checkpoint and updating the queue."""
     plan = plan_of(RECIPE, TRAINING, SweepConfig(race=True, microbatch_sizes=(1, 2, 4)))
     job = plan.missing({})[0]
     assert job == Job("race", PLAIN, 0.1, 0, plan.rungs[0].step)

@@ -46,7 +46,7 @@ def tiny(folder):
 
 @pytest.fixture
 def loaded(tiny):
-    """A recipe, its data, and a model that drops nothing out."""
+    """A recipe, its data, and a model without dropout."""
     data = tiny.load(0)
     return tiny, data, tiny.build(data).eval()
 
@@ -60,7 +60,7 @@ class TestVader:
 
     @pytest.fixture
     def archive(self, tmp_path):
-        """Return two sentences per domain, the ratings in another order, ends of lines as there."""
+        """Return two sentences per domain, with ratings in another order and CRLF line ends."""
 
         def packed(files):
             buffer = io.BytesIO()
@@ -434,7 +434,7 @@ BASE = {
 
 
 def checkpoint(path, config, weights):
-    """Write a folder as the hub has it, with or without weights, and a tokenizer."""
+    """Write a folder like the hub's, with or without weights, and a tokenizer."""
     if weights:
         T5ForConditionalGeneration(config).save_pretrained(path)
     else:

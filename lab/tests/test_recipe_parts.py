@@ -1,4 +1,4 @@
-"""The parts of the training program that are arithmetic, and fetching of packages."""
+"""The arithmetic parts of the training loop, and downloading packages."""
 
 import hashlib
 import os
@@ -124,7 +124,7 @@ def test_epochs_take_the_place_of_steps():
 
 
 class TestFetch:
-    """With the real pip, which looks into a folder instead of a registry."""
+    """With the real pip, on a local folder instead of a registry."""
 
     @pytest.fixture
     def package(self, tmp_path, monkeypatch):

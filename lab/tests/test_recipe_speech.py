@@ -1,4 +1,4 @@
-"""The speech recipe: what is read, masked, lost and understood is what it should be."""
+"""The speech recipe: folders, masks, losses and decoding."""
 
 import logging
 import math

@@ -18,7 +18,7 @@ NEEDED = 10 * 2**30  # bytes: weights, gradients and one more such buffer, 2.3 G
 
 @pytest.fixture
 def preset(tmp_path, monkeypatch):
-    """Return the preset on stand-in data, with first weights instead of the hub's."""
+    """Return the preset on stand-in data, with random weights instead of the hub's."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     draw = np.random.default_rng(0)
     for split, count in (("train-clean-100", 8), ("dev-clean", 1), ("test-clean", 1)):

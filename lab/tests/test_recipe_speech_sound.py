@@ -1,4 +1,4 @@
-"""What the speech recipe hears: words spoken by espeak-ng, noise, other rates, features."""
+"""Audio of the speech recipe: espeak-ng, noise, resampling, features."""
 
 from dataclasses import replace
 

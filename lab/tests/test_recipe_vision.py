@@ -1,4 +1,4 @@
-"""The vision recipe: its data, its models, what is measured, and what is refused."""
+"""The vision recipe: data, models, metrics and errors."""
 
 from dataclasses import replace
 
@@ -114,7 +114,7 @@ def test_cifar10n_is_labelled_by_people_and_judged_by_the_truth():
 
 @pytest.mark.parametrize("architecture", ["vit", "deit"])
 def test_first_gradients_are_of_ordinary_length(architecture):
-    """transformers' own first weights of DeiT give gradients ten thousand times as long."""
+    """transformers' initial weights of DeiT give gradients ten thousand times as large."""
     torch.manual_seed(0)
     model = models.new(
         architecture,
@@ -187,7 +187,7 @@ def test_a_checkpoint_is_gone_on_with(tmp_path):
 
 
 class Says(torch.nn.Module):
-    """A model that has its answers."""
+    """A model with fixed outputs."""
 
     def __init__(self, logits):
         super().__init__()

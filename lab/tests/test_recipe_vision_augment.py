@@ -1,4 +1,4 @@
-"""How pictures are changed for training: by hand, and the same however a mini-batch is cut."""
+"""Image augmentation: checked by hand, and the same however a mini-batch is cut."""
 
 from dataclasses import replace
 
@@ -155,7 +155,7 @@ def test_the_middle_of_a_picture():
 
 
 def coloured(count):
-    """Pictures that are nothing but their own number."""
+    """Images filled with their own number."""
     pixels = torch.arange(float(count)).view(-1, 1, 1, 1).expand(-1, 1, 10, 10)
     return pixels, torch.arange(count)
 

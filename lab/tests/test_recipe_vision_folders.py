@@ -1,4 +1,4 @@
-"""Pictures in folders: what is read, what becomes of every kind of picture, what is refused."""
+"""Image folders: splits, kinds of images, and errors."""
 
 import pickle
 from dataclasses import replace
@@ -25,7 +25,7 @@ def photograph(size, seed=0):
 
 
 def image_folder(root: Path, splits=(("train", 10), ("val", 4), ("test", 2)), classes="ab"):
-    """Red pictures in a, green ones in b, each a bit different, in ImageFolder layout."""
+    """Red images in a, green ones in b, each slightly different, in ImageFolder layout."""
     for split, count in splits:
         for label, name in enumerate(classes):
             (root / split / name).mkdir(parents=True)
@@ -106,7 +106,7 @@ def test_setting_aside_keeps_at_least_one_of_each_class():
 
 
 def turned(path):
-    """A picture that is red on the left, saved lying, with EXIF saying so."""
+    """An image that is red on the left, saved rotated, with EXIF orientation."""
     upright = Image.new("RGB", (40, 40), "blue")
     upright.paste("red", (0, 0, 20, 40))
     exif = Image.Exif()

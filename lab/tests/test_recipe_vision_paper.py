@@ -1,4 +1,4 @@
-"""The vision recipe at the paper's size, on stand-in pictures: that the way there is open."""
+"""The vision recipe at the paper's size runs, on stand-in images."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""`microclip reproduce`: runs killed, shared, lost and done again; and what it refuses."""
+"""`microclip reproduce`: killed, shared, lost and repeated runs; and errors."""
 
 import json
 import os
@@ -45,7 +45,7 @@ B4 = Job("line", "b4", "evaluation", 0.03, 200)
 
 
 def content(out):
-    """Return all records of a folder as they are on disk, but for how long they took."""
+    """Return all records of a folder as they are on disk, except for durations."""
     said = {path.relative_to(out).as_posix(): json.loads(path.read_text()) for path in files(out)}
     for record in said.values():
         assert record["made"].pop("seconds") >= 0
@@ -69,7 +69,7 @@ def command(out, workers=1, **environment):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """The folder of a plan that was worked through without interruption."""
+    """The folder of a plan that was completed without interruption."""
     out = tmp_path_factory.mktemp("whole") / "reproduction"
     work_through(out)
     return out
@@ -162,11 +162,11 @@ def test_an_error_stops_no_other_run_and_is_named(tmp_path):
 
 def test_announced_is_what_is_left(whole):
     said = announcement(PLAN, {}, 2)
-    assert said.startswith("10 runs, of line. What is left takes about 0.17 core-hours; 2 side by")
+    assert said.startswith("10 runs: line. The rest takes about 0.17 core-hours, with 2 runs in")
     records = read_all(whole)
-    assert announcement(PLAN, records, 2).startswith("All 10 runs have their records")
+    assert announcement(PLAN, records, 2).startswith("All 10 runs have records")
     del records[B4]
-    assert "9 of them have their records already." in announcement(PLAN, records, 2)
+    assert "9 of them already have records." in announcement(PLAN, records, 2)
 
 
 # ------------------------------------------------------------------------------------------- again
@@ -185,14 +185,14 @@ def again(records, id):
 @pytest.mark.parametrize("job", [B4, Job("line", "as-long", "evaluation", None, 201)])
 def test_a_run_done_again_comes_to_the_same(whole, job):
     said, log = again(read_all(whole), job.id)
-    assert said.endswith("The same, bit for bit.\n")
+    assert said.endswith("Identical, bit for bit.\n")
     assert "NO" not in said
-    assert log == f"Doing {job.id} again.\n"
+    assert log == f"Repeating {job.id}.\n"
 
 
 def test_one_that_diverged_does_so_again(whole):
     said, _ = again(read_all(whole), f"line/b4/tuning-{DIVERGES!r}-seed100")
-    assert said.endswith("The same, bit for bit.\n")
+    assert said.endswith("Identical, bit for bit.\n")
 
 
 @pytest.mark.parametrize(
@@ -209,7 +209,7 @@ def test_a_record_that_was_changed_is_found_out(whole, change, named):
     records = read_all(whole)
     records[B4] = replace(records[B4], **change(records[B4]))
     named = "test_error" if named == 1 else named
-    with pytest.raises(NotTheSameError, match=f"else than its record: {named}\\.$"):
+    with pytest.raises(NotTheSameError, match=f"differs from its record in {named}\\.$"):
         again(records, B4.id)
 
 
@@ -221,7 +221,7 @@ def test_another_machine_is_said_to_be_one(whole):
     assert processor.startswith("processor was 'Z80' and is now ")
     assert torch.startswith("torch was '1.0' and is now ")
     _, log = again({**read_all(whole), B4: elsewhere}, B4.id)
-    assert "made elsewhere (processor was 'Z80'" in log
+    assert "from another environment (processor was 'Z80'" in log
 
 
 def test_any_record_or_a_known_one(whole):
@@ -238,7 +238,7 @@ def test_any_record_or_a_known_one(whole):
 
 @pytest.fixture(scope="module")
 def digits():
-    """Return how a run of digits is done that looks inside, at the smallest scale."""
+    """Return the spec of a digits run with snapshots, at the smallest scale."""
     plan = Study(tuple(task for task in tasks("smallest") if task.name == "digits"))
     return spec_of(plan, Job("digits", "b4", "evaluation", 0.001, 200), {})
 
@@ -302,12 +302,12 @@ def test_nothing_is_trained_beside_records_of_another_plan(whole, tmp_path, caps
     write(tmp_path, record)
     options = ["--smallest", "--tasks", "clean-digits", "--out", str(tmp_path)]
     assert main(["reproduce", *options]) == 1
-    assert "was done in another way" in capsys.readouterr().err
+    assert "was made with other settings" in capsys.readouterr().err
     assert not (tmp_path / WORK).exists()
 
 
 def test_there_is_no_page_of_nothing(tmp_path):
-    with pytest.raises(ValueError, match="holds no records"):
+    with pytest.raises(ValueError, match="has no records"):
         reproduce(ReproduceConfig(out=tmp_path, only_page=True))
 
 
@@ -316,7 +316,7 @@ def test_a_broken_record_is_named_in_one_line(tmp_path, capsys):
     path.parent.mkdir(parents=True)
     path.write_text("{")
     assert main(["reproduce", "--out", str(tmp_path)]) == 1
-    assert capsys.readouterr().err.startswith(f"microclip: {path} should hold the record")
+    assert capsys.readouterr().err.startswith(f"microclip: {path} should be the record")
 
 
 @pytest.mark.parametrize(
@@ -324,9 +324,9 @@ def test_a_broken_record_is_named_in_one_line(tmp_path, capsys):
     [
         ({"tasks": ("digit",)}, f"tasks must be among {', '.join(TASKS)}, but got 'digit'"),
         ({"workers": 0}, "workers must be 1 or more, but got 0"),
-        ({"quick": True, "smallest": True}, "two scales"),
-        ({"again": "random", "only_page": True}, "give one"),
-        ({"again": "random", "document": Path("a.md")}, "give one"),
+        ({"quick": True, "smallest": True}, "two different scales"),
+        ({"again": "random", "only_page": True}, "cannot be combined"),
+        ({"again": "random", "document": Path("a.md")}, "cannot be combined"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(options, said):

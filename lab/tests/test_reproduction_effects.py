@@ -127,7 +127,7 @@ def test_what_is_neither_accuracy_nor_error_rate_has_no_points():
         "plain": runs("accuracy", 0.8, 0.8, test_loss=1.0),
         "b4": runs("accuracy", 0.9, 0.9, test_loss=1.0),
     }
-    with pytest.raises(ValueError, match="'test_loss' is the name of none"):
+    with pytest.raises(ValueError, match="'test_loss' is none of them"):
         found("digits", values, Gain("digits", ("b4",), figures=("test_loss",)))
 
 

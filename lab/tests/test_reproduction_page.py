@@ -1,4 +1,4 @@
-"""The page, the file and the document of the reproduction, made from records that nobody ran."""
+"""The page, results.json and the document of the reproduction, from made-up records."""
 
 import json
 import re
@@ -50,7 +50,7 @@ def browser():
 
 @pytest.fixture
 def opened(browser):
-    """Open a page; whatever it complains of fails the test."""
+    """Open a page; console errors fail the test."""
     complaints: list[str] = []
     contexts = []
 
@@ -72,7 +72,7 @@ def opened(browser):
 
 
 def ids_in(text: str) -> set[str]:
-    """Return all ids of a text, those of a range one by one."""
+    """Return all run ids in a text, with ranges expanded."""
     return {
         f"{begin}{seed}"
         for begin, first, last in ID.findall(text)

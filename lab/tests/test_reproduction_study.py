@@ -1,4 +1,4 @@
-"""Which runs the reproduction consists of, by made-up records; and what claims may ask."""
+"""The plan of the reproduction, with made-up records; and the claims."""
 
 import itertools
 import json
@@ -46,7 +46,7 @@ FIGURES = {
 
 
 def plan(*arms, **changes):
-    """Return a study of one task, in which more is better."""
+    """Return a study of one task, in which higher is better."""
     task = Task(
         *("tiny", "points", Tiny(), training(), RATES, (PLAIN_ARM, *arms)), seeds=3, tuning_seeds=2
     )
@@ -309,7 +309,7 @@ def test_long_rows_of_numbers_take_a_line(tmp_path):
 def test_a_file_that_is_no_record_is_named(tmp_path, text):
     path = write(tmp_path, FULL)
     path.write_text(text)
-    with pytest.raises(RecordError, match=r"0\.001-seed203\.json should hold the record of a run"):
+    with pytest.raises(RecordError, match=r"0\.001-seed203\.json should be the record of a run"):
         read_all(tmp_path)
 
 

@@ -1,4 +1,4 @@
-"""The committed results of the reproduction: whole, and what their records give."""
+"""The committed results of the reproduction are complete and follow from their records."""
 
 import json
 from pathlib import Path
@@ -44,4 +44,4 @@ def test_the_document_is_that_of_the_records(study, records, tmp_path):
     made = write_document(study, records, path, page, results).read_text()
     kept = (ROOT / "docs" / "reproduction.md").read_text()
     again = "microclip reproduce --out results --only-page --document docs/reproduction.md"
-    assert made == kept, f"Make it anew: {again}"
+    assert made == kept, f"Regenerate it: {again}"

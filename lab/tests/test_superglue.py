@@ -1,4 +1,4 @@
-"""A folder in SuperGLUE's layout: texts, answers, halves, and what is said of other folders."""
+"""A folder in SuperGLUE's layout: texts, answers, splits, and errors."""
 
 import json
 import re

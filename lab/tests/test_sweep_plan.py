@@ -1,4 +1,4 @@
-"""Sweeps: what is trained next, and what comes out of it."""
+"""Sweeps: which runs come next, and their summary."""
 
 import json
 import math
@@ -17,7 +17,7 @@ FOUR = Cell("MinNorm", 4)
 
 
 def grid(**options):
-    """Return a plan in which more is better, two seeds choose and three compare."""
+    """Return a plan in which higher is better, with two tuning and three evaluation seeds."""
     config = SweepConfig(
         **{"microbatch_sizes": (4,), "learning_rates": (1.0, 3.0, 9.0), "seeds": 3, **options}
     )

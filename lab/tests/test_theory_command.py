@@ -1,4 +1,4 @@
-"""`microclip theory`: its help, its refusals, its table, its files."""
+"""`microclip theory`: help, errors, table and files."""
 
 import csv
 import io

@@ -1,4 +1,4 @@
-"""The training program: what it computes, what it writes, what it refuses. In one process."""
+"""The training loop in one process: results, files and errors."""
 
 import json
 import math
@@ -32,7 +32,7 @@ def lines(run):
 
 
 def by_hand(recipe, how, clip):
-    """Train with a plain loop and the slow twin; return the weights."""
+    """Train with a plain loop and the slow reference; return the weights."""
     data = recipe.load(how.seed)
     torch.manual_seed(how.seed)
     model = recipe.build(data)
@@ -77,7 +77,7 @@ def test_clipped_training_is_the_twins(tmp_path, changes):
 
 @pytest.mark.parametrize("chunk", [None, 4])
 def test_without_a_microbatch_size_it_is_plain_training(tmp_path, chunk):
-    """Also in chunks, each of which would else be clipped like a micro-batch."""
+    """Also in chunks, which must not be clipped like micro-batches."""
     how = training(out=tmp_path / "run", microbatch_size=None, chunk_size=chunk)
     train(Tiny(), how)
     wanted = by_hand(Tiny(), how, clip=False)
@@ -116,7 +116,7 @@ def test_what_a_run_leaves_behind(tmp_path):
 
 
 def test_the_best_checkpoint_is_by_validation(tmp_path):
-    """Weights are kept of the best look, not of the last, and the test data is not asked."""
+    """The weights of the best evaluation are kept, not the last ones; test data plays no part."""
 
     class Worse(Tiny):
         def summary(self, records):
@@ -158,7 +158,7 @@ def test_weights_of_another_model(tmp_path):
     with pytest.raises(FileNotFoundError, match="has no model.safetensors. Give a folder"):
         train(Tiny(), training(out=tmp_path / "a", start_from=tmp_path))
     start = first.path / "checkpoints" / "step-000000002"
-    with pytest.raises(SettingError, match=r"(?s)another model: .*size mismatch for 0.weight"):
+    with pytest.raises(SettingError, match=r"(?s)does not fit this model: .*size mismatch for 0.weight"):
         train(Wider(), training(out=tmp_path / "b", start_from=start))
     with pytest.raises(
         SettingError, match=r"another model: it lacks \['0.0.weight'.*has \[.*0.bias"
@@ -186,7 +186,7 @@ def test_bfloat16(tmp_path):
 
 
 class TestResume:
-    """Nothing that a break leaves shows in the weights, with drop-out and augmentation on."""
+    """An interruption does not change the weights, with dropout and augmentation on."""
 
     recipe = Tiny(dropout=0.5)
 

@@ -1,4 +1,4 @@
-"""`microclip train`: recipes and presets, help, errors, recipes of one's own."""
+"""`microclip train`: recipes and presets, help, errors, custom recipes."""
 
 import json
 import subprocess
@@ -27,7 +27,7 @@ def _surroundings(monkeypatch, tmp_path):
 
 
 def failed(capsys, *arguments):
-    """Return what is said when a command cannot be carried out."""
+    """Return the error message of a failing command."""
     try:
         code = main(arguments)
     except SystemExit as exit_:

@@ -1,4 +1,4 @@
-"""Training on several real processes, and one that is killed: the weights tell nothing of it."""
+"""Training on several processes, and killing one: the final weights are the same."""
 
 import json
 import os

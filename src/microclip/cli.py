@@ -72,7 +72,7 @@ COMMANDS = {
         "microclip.probing.config:ProbeConfig",
     ),
     "report": Command(
-        "a page about one run or several: what clipping did, and to whom",
+        "a page about one run or several, with the most suspicious examples",
         "microclip.report.command:run",
         "microclip.report.command:ReportConfig",
         positional=True,

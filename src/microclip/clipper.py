@@ -354,7 +354,7 @@ class Clipper:
         step = self._current()
         place = {"first_position": step.record.examples, "batch_dim": self.batch_dim}
         microbatches = cut(batch, b, domains=domains, ids=ids, **place)
-        step.notes += _notes_on_sizes(b, microbatches.examples, final)
+        step.note_size(microbatches.examples, final)
         if self.step & (self.step + 1) == 0:
             step.record.on_loss = partial(self._mistakes.in_loss, microbatches=microbatches)
             self._mistakes.in_batch(microbatches, self.step)
@@ -455,15 +455,3 @@ def _find_fsdp(model: nn.Module, scope: Scope) -> Fsdp | None:
             "own gradients."
         )
     return found
-
-
-def _notes_on_sizes(b: int | None, examples: int, final: bool) -> list[str]:
-    """Return what to say about a batch or chunk that does not match the micro-batch size."""
-    if b is not None and final and examples < b:
-        return [f"microbatch_size {b} is larger than the batch of {examples}: one micro-batch."]
-    if b is not None and not final and examples % b:
-        return [
-            f"A chunk of {examples} examples is not a multiple of microbatch_size {b}: its last "
-            "micro-batch is smaller."
-        ]
-    return []

@@ -1,7 +1,7 @@
 """The step in progress: its record, its engine, and the fallback if a single pass fails.
 
-Made by a Clipper for every step. It does not know how the batch was cut, nor about wrappers: the
-Clipper has dealt with both before anything is folded here.
+Made by a Clipper for every step. It does not cut batches or handle wrappers: the Clipper has done
+both before anything is folded here.
 """
 
 from __future__ import annotations
@@ -39,6 +39,19 @@ class Step:
         self._selector = selector
         self._model: nn.Module = selector.model
         self._ranks = ranks
+
+    def note_size(self, examples: int, final: bool) -> None:
+        """Note a batch or chunk that does not match the micro-batch size."""
+        b = self.policy.microbatch_size
+        if b is not None and final and examples < b:
+            self.notes.append(
+                f"microbatch_size {b} is larger than the batch of {examples}: one micro-batch."
+            )
+        elif b is not None and not final and examples % b:
+            self.notes.append(
+                f"A chunk of {examples} examples is not a multiple of microbatch_size {b}: its "
+                "last micro-batch is smaller."
+            )
 
     def fold(
         self,

@@ -1,4 +1,4 @@
-"""What engines do beside the gradient: randomness, buffers, memory, devices, their company."""
+"""Engines apart from the gradient: randomness, buffers, memory, devices, other libraries."""
 
 import gc
 import warnings
@@ -227,7 +227,7 @@ class TestMemory:
 
 
 def alive():
-    """Count the tensors that somebody holds on to."""
+    """Count the tensors that are kept alive."""
     gc.collect()
     return sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
 

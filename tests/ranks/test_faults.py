@@ -1,4 +1,4 @@
-"""A rank that dies: the others hear of it, and the run goes on where it was."""
+"""A rank that dies: the others raise, and the run resumes from its checkpoint."""
 
 import os
 import subprocess

@@ -83,8 +83,8 @@ def test_faults(mistakes):
 MISUSE = {
     "made before": "fully_shard() was called after the Clipper was made",
     "made before, evaluated": "fully_shard() was called after the Clipper was made",
-    "half, evaluated": "'unused' is not sharded, but others are",
-    "frozen, evaluated": "'head.weight' was changed while the parameter was whole",
+    "half, evaluated": "'unused' is not sharded but others are",
+    "frozen, evaluated": "'head.weight' was changed while the parameter was unsharded",
     "own backward rank": "fold() after your own backward",
     "own backward world": "fold() after your own backward",
     "broken off rank": "Call model.reset_iter_state()",

@@ -1,4 +1,4 @@
-"""Mistakes people make with ranks: each gives the gradient of one process, or a sentence."""
+"""Mistakes with ranks: each gives the gradient of one process, or a clear error."""
 
 import pytest
 import torch
@@ -85,7 +85,7 @@ def test_rank_clip(found, name):
     assert_exact(found, name, expected(b=6))
 
 
-def test_a_forward_pass_that_nobody_differentiates_and_an_own_backward(found):
+def test_a_forward_pass_without_backward_and_an_own_backward(found):
     assert_exact(found, "evaluated_with_gradients own", expected(b=6))
 
 
@@ -143,11 +143,11 @@ REFUSED = {
 def test_refused_on_all_ranks(found, name):
     for each in found:
         assert REFUSED[name] in each[name][1]
-        assert "AssertionError" not in each[name][1]  # `.grad` is as it was
+        assert "AssertionError" not in each[name][1]  # `.grad` is unchanged
 
 
-@pytest.mark.parametrize("name", ["nobody_wrapped", "inside_of_the_wrapper_but_local"])
-def test_each_rank_alone_is_said_once(found, name):
+@pytest.mark.parametrize("name", ["no_wrapper", "inside_of_the_wrapper_but_local"])
+def test_unwrapped_ranks_are_warned_once(found, name):
     for rank, gradients in enumerate(results(found, name)):
         properties.assert_close(gradients, expected(ranks=[rank]), 1e-12)
         (message,) = found[rank][name][2]

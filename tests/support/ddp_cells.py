@@ -169,7 +169,7 @@ def idle(rank: int, world: int) -> Any:
             clipper.backward(processes.losses(model), batch)
         else:
             clipper.finish()
-    clipper.finish()  # nobody has anything: but buffers go round once more
+    clipper.finish()  # no rank has examples, but buffers are still synced
     return [buffer.clone() for buffer in net.buffers()]
 
 

@@ -2,7 +2,7 @@
 
 
 class Hidden:
-    """Counts calls where nobody looks."""
+    """Counts calls where no snapshot looks."""
 
     __slots__ = ("calls", "value")
 

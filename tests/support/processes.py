@@ -49,7 +49,7 @@ def _enter(
     try:
         torch.save(function(rank, *args), f"{folder}/{rank}.new")
         os.replace(f"{folder}/{rank}.new", f"{folder}/{rank}.pt")
-        # whoever leaves closes its connections, on which others may still wait
+        # a process that exits closes connections that others may still wait on
         _wait(lambda: all(Path(folder, f"{r}.pt").exists() for r in range(world)))
     finally:
         dist.destroy_process_group()
@@ -62,7 +62,7 @@ def _wait(done: Callable[[], bool]) -> None:
 
 
 class Net(nn.Module):
-    """With a branch that only some examples take, and a parameter that nobody uses."""
+    """With a branch that only some examples take, and an unused parameter."""
 
     def __init__(self, dtype: torch.dtype, batchnorm: bool = False) -> None:
         super().__init__()

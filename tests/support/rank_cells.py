@@ -1,4 +1,4 @@
-"""What two ranks do in the tests of mistakes people make with ranks; children import it by name.
+"""What two ranks do in the tests of mistakes with ranks; child processes import it by name.
 
 A cell is a function of the rank. It returns what it found, or raises, and the test looks at both.
 """
@@ -255,7 +255,7 @@ def inside_of_the_wrapper_but_local(rank: int) -> Any:
 
 
 @cell
-def nobody_wrapped(rank: int) -> Any:
+def no_wrapper(rank: int) -> Any:
     net = Net()
     clipper = Clipper(net, 2)
     for _ in range(2):
@@ -327,7 +327,7 @@ def averaged_before_fold(rank: int, which: str) -> Any:
 
 @cases("stream", "two_pass", "fused", "auto", "own", "own module")
 def evaluated_with_gradients(rank: int, engine: str) -> Any:
-    """A forward pass that nobody differentiates leaves the wrapper waiting to average."""
+    """A forward pass without a backward pass leaves the wrapper waiting to average."""
     net = Net()
     model = Ddp(net)
     own = engine.startswith("own")
@@ -499,7 +499,7 @@ def parameters_differ(rank: int, what: str) -> Any:
     if what == "another one frozen":
         (net.head.bias if rank else net.body.bias).requires_grad_(False)
     if what in ("head", "dtype"):
-        head = nn.Linear(5, 3).double()  # nobody has made them equal
+        head = nn.Linear(5, 3).double()  # not made equal on the ranks
         torch.manual_seed(rank if what == "head" else 0)
         nn.init.normal_(head.weight)
         nn.init.zeros_(head.bias)

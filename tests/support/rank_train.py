@@ -1,4 +1,4 @@
-"""A small training run on several ranks, which goes on from its last checkpoint when started again.
+"""A small training run on several ranks that resumes from its last checkpoint when restarted.
 
     torchrun --nproc-per-node 2 --max-restarts 3 tests/support/rank_train.py FOLDER --steps 40
 

@@ -1,4 +1,4 @@
-"""`engine="auto"`: it finds out by itself, on real batches, never at the price of the result."""
+"""`engine="auto"`: chooses an engine on real batches, without ever changing the result."""
 
 import logging
 import math
@@ -259,7 +259,7 @@ def test_a_close_race_takes_more_rounds(monkeypatch, close, rounds):
 
 
 def test_a_checkpoint_holds_what_was_found_out(tmp_path):
-    """Timed anew, it could choose another engine, and a resumed run would differ in its bits."""
+    """Timed again, it could choose another engine, and a resumed run would differ in its bits."""
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
     first = Clipper(model, 2)
     first.backward(classes(model), batch())

@@ -1,4 +1,4 @@
-"""The Clipper as a user holds it: folding, finishing, outcomes, checkpoints, and bad input."""
+"""The Clipper from the outside: folding, finishing, outcomes, checkpoints, and bad input."""
 
 import math
 
@@ -214,7 +214,7 @@ class TestOutcome:
 
 
 class Drifting(rules.Rule):
-    """Clips to a running mean of the norms: a rule that carries state."""
+    """Clips to a running mean of the norms: a rule with state."""
 
     def __init__(self):
         self.running = 1.0

@@ -30,6 +30,7 @@ def test_all_examples_are_here():
     assert {path.stem for path in FOLDER.glob("*.py")} == set(SHORT)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", SHORT)
 def test_one_microbatch_is_plain_training(name):
@@ -41,6 +42,7 @@ def test_one_microbatch_is_plain_training(name):
     assert clipped == pytest.approx(plain, rel=1e-6)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", SHORT)
 def test_clipping_trains(name, capsys):

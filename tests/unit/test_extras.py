@@ -15,6 +15,7 @@ except ImportError as error:
 """
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("missing", "statement", "extra"),
     [

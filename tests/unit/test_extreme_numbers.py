@@ -1,4 +1,4 @@
-"""Gradients near both ends of float32: norms and weighted sums are right there, too."""
+"""Gradients near both ends of float32: norms and weighted sums are still accurate."""
 
 import math
 

@@ -315,10 +315,12 @@ class TestResuming:
         record_steps(tmp_path, [7])
         assert parts_of(tmp_path, "examples") == [(0, 2), (7, 7)]
 
+    @pytest.mark.full
     def test_killed_at_random_moments(self, tmp_path):
         for line in ledger_faults.torment(tmp_path, 12):
             assert "are whole" in line
 
+    @pytest.mark.sample(5)
     @pytest.mark.parametrize("operation", range(1, 16))
     def test_killed_before_each_operation_of_going_back(self, tmp_path, operation):
         record = tmp_path / "ledger"

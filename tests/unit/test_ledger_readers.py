@@ -17,6 +17,7 @@ from ledger_steps import outcome, parts_of, steps_of, table
 
 
 class TestManyRanks:
+    @pytest.mark.full
     def test_write_one_ledger_and_fewer_resume(self, tmp_path):
         ledger, first, second = (tmp_path / name for name in ("ledger", "first", "second"))
         first.mkdir()

@@ -173,7 +173,7 @@ def test_good_microbatch_sizes():
     assert check_size(None) is None
 
 
-def test_whoever_takes_a_container_apart_takes_it_from_nobody_else():
+def test_modifying_one_container_does_not_change_the_others():
     batch = {"x": torch.arange(4.0), "labels": torch.arange(4)}
     cuts = cut(batch, 2)
     cuts.whole.pop("labels")

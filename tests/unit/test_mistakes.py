@@ -1,4 +1,4 @@
-"""Mistakes of people's loops: warned of once with a remedy, or refused; never silently wrong."""
+"""Mistakes in training loops: warned about once with a remedy, or refused; never silent."""
 
 import warnings
 
@@ -520,7 +520,7 @@ class TestWhatWasTried:
                 clipper.backward(loss_fn, whole)
             torch.testing.assert_close(model.weight.grad.double(), wanted[0], rtol=1e-4, atol=1e-6)
 
-    def test_a_function_made_anew_in_every_step_is_the_same(self):
+    def test_a_function_recreated_in_every_step_is_the_same(self):
         model, whole = linear(), batch()
         clipper = Clipper(model, 2)
         for step in range(4):

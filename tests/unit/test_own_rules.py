@@ -1,4 +1,4 @@
-"""Rules that people write: those that stream, those that look as if they did, and mistakes."""
+"""Custom rules: those that stream, those that only seem to, and mistakes."""
 
 import math
 

@@ -203,3 +203,30 @@ def test_tiny_and_huge_gradients():
         outcome = Clipper(model, 1, rule=rules.MinNorm()).backward(lambda x: model(x).mean(), x)
         assert outcome.weights.tolist() == pytest.approx([1, 0.75])
         assert model.weight.grad.item() == pytest.approx(3 * scale)
+
+
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+@pytest.mark.parametrize("engine", ["fused", "auto"])
+def test_rounding_in_a_single_layer_is_no_mistake(engine):
+    """As Accelerate does it: autocast inside forward, which no inner module tells of."""
+    torch.manual_seed(0)
+    model = nn.Linear(2, 1)
+    plain = model.forward
+
+    def forward(x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return plain(x).float()
+
+    model.forward = forward
+    x = torch.randn(64, 2)
+    y = x @ torch.tensor([2.0, -1.0])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    clipper = Clipper(model, 4, engine=engine, verify="always")
+    for _ in range(20):
+        optimizer.zero_grad()
+        outcome = clipper.backward(
+            lambda batch: (model(batch[0])[:, 0] - batch[1]).square(), (x, y)
+        )
+        optimizer.step()
+    if engine == "fused":
+        assert outcome.engine == "fused"

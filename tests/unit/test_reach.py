@@ -1,4 +1,4 @@
-"""Where `loss_fn` may keep a state: all of it is put back, or the loss is not called again."""
+"""Where `loss_fn` may keep state: all of it is restored, or the loss is not called again."""
 
 import functools
 import itertools

@@ -1,4 +1,4 @@
-"""A tone, and chapters of it as LibriSpeech has them."""
+"""A tone, and chapters of it in LibriSpeech's layout."""
 
 import numpy as np
 import soundfile
@@ -11,7 +11,7 @@ def tone(seconds=0.5, rate=SAMPLING_RATE, pitch=440.0):
 
 
 def chapter(root, split, speaker="84", name="121123", texts=("GO DO", "IT'S"), **audio):
-    """Write a chapter as LibriSpeech has it."""
+    """Write a chapter in LibriSpeech's layout."""
     folder = root / split / speaker / name
     folder.mkdir(parents=True)
     lines = []

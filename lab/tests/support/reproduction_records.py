@@ -1,4 +1,4 @@
-"""Records of the reproduction, made up: runs that nobody did, with figures that can be checked."""
+"""Made-up records of the reproduction, with figures that can be checked by hand."""
 
 import math
 from dataclasses import replace
@@ -27,7 +27,7 @@ DRAGS_LESS = {"b1": -0.04, "b2": 0.01, "b4": 0.02, "b8": 0.01, "b16": 0.005, "un
 
 
 def plan(*names: str) -> Study:
-    """Return the default plan, whose arms are those that claims speak of, or some of its tasks."""
+    """Return the default plan, whose arms the claims refer to, or some of its tasks."""
     return Study(tuple(task for task in tasks() if not names or task.name in names))
 
 
@@ -48,7 +48,7 @@ def record(job: Job, metrics=None, curve=None, moments=(), diverged="", **more) 
 
 
 def moment(step: int, loss: float, ratio: float, cosines=(0.0, 0.2, 0.05)) -> dict:
-    """Return a moment as records hold it: c-hat and its inverse, and the three cosines."""
+    """Return a snapshot in the format of records: c-hat, its inverse, and the three cosines."""
     dragger_benign, benign_benign, dragger_dragger = ([c, c - 0.01, c + 0.01] for c in cosines)
     return {
         "step": step,
@@ -98,7 +98,7 @@ def settled(study: Study, task: str, values: dict[str, list[dict]]) -> dict[Job,
 
 
 def everything(study: Study) -> dict[Job, Record]:
-    """Return records for all that the plan asks for."""
+    """Return records for the whole plan."""
     found: dict[Job, Record] = {}
     while jobs := study.missing(found):
         for job in jobs:

@@ -34,7 +34,7 @@ class Line(Recipe):
     lower_is_better: ClassVar[bool] = True
 
     contrary: bool = False
-    """Whether test data says the contrary of validation data."""
+    """Whether test data contradicts validation data."""
     broken: float = 0.0
     """The seed that cannot be loaded, if it is above 0."""
 

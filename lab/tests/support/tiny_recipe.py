@@ -1,4 +1,4 @@
-"""A recipe whose training takes a moment, for tests and for processes that tests start."""
+"""A recipe that trains in a moment, for tests and their subprocesses."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Tiny(Recipe):
     examples: int = 96
     """Points to train on."""
     dropout: float = 0.0
-    """Drop-out, to see whether random states come back."""
+    """Dropout, to check that random states are restored."""
     jitter: float = 0.1
     """Augmentation."""
     domains: bool = False
@@ -92,7 +92,7 @@ def training(**changes) -> Training:
 
 
 def forget_accelerate() -> None:
-    """Let the next run begin as in a process of its own."""
+    """Reset global state, as in a new process."""
     AcceleratorState._reset_state(True)
     GradientState._reset_state()
 

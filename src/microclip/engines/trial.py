@@ -64,7 +64,7 @@ def try_out(
     before = memory.snapshot(loss_fn)
     edited: bool | None = None
     fallback = reliable(policy)
-    autocast = AutocastWatch({device.type for device in devices})
+    autocast = AutocastWatch(model, {device.type for device in devices})
 
     def run(engine: type[Engine]) -> tuple[Gradients, float]:
         nonlocal edited

@@ -233,7 +233,7 @@ def collect(batches: Iterable[Any]) -> tuple[list[Any], tuple[int, ...]]:
 
 
 def _refuse_ranks(model: nn.Module) -> None:
-    """A probe runs in one process: collectives in its passes would wait for ever."""
+    """A probe runs in one process: collectives in its passes would wait forever."""
     if ddp_wrappers(model):
         raise ValueError(
             "The probe runs on one rank, but DistributedDataParallel waits for all of them. Probe "

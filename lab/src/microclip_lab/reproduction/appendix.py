@@ -1,4 +1,4 @@
-"""The rest of the page: controls, tuning, what the paper gets wrong, full scale, and every run."""
+"""The rest of the page: controls, tuning, errors in the paper, full scale, and every run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from microclip_lab.reproduction.tasks import PLAIN
 from microclip_lab.reproduction.theory_part import failing_statements
 from microclip_lab.reproduction.verdicts import told
 
-FINGERPRINT = 12  # characters of it that are shown
+FINGERPRINT = 12  # characters to show
 
 
 def controls(view: View) -> Section:
@@ -28,14 +28,14 @@ def controls(view: View) -> Section:
     ]
     blocks: list[Block] = [
         Paragraph(
-            "Whatever b = 4 gains on digits with wrong labels could have another reason: shorter "
-            "steps, clipping of any kind, the number of micro-batches. Each row compares it with a "
-            "way to train that has that reason and not the other, tuned in the same way. Training "
-            "without the wrong labels is the most that could be hoped for."
+            "The gain of b = 4 on digits with wrong labels could have other causes: shorter "
+            "steps, clipping of any kind, the number of micro-batches. Each row compares it with "
+            "training that isolates one of these causes, tuned in the same way. Training without "
+            "the wrong labels is the upper limit."
         ),
         Table(
             "controls",
-            "Is clipping better than what could explain it?",
+            "Is clipping better than its alternative explanations?",
             ("comparison", "gain (95 % interval)", "better?", "runs"),
             rows,
             wide=True,
@@ -64,9 +64,9 @@ def tuning(view: View) -> Section:
         for trial in trials
     ]
     said = Paragraph(
-        "Every arm has one number that is chosen on validation data, on seeds that are used for "
-        "nothing else: its learning rate, or the bound it clips to. If the best is the first or "
-        "the last one tried, the grid grows, by a few values at most. Test data plays no part."
+        "Every arm has one hyperparameter that is tuned on validation data, on seeds that are used "
+        "for nothing else: its learning rate, or the bound it clips to. If the best value is at "
+        "the edge of the grid, the grid grows, by a few values at most. Test data plays no part."
     )
     if not rows:
         return Section("tuning", "Tuning", [said, Paragraph("Not run yet.", "note")])
@@ -76,14 +76,12 @@ def tuning(view: View) -> Section:
         for trial in trials
         if trial.is_chosen and trial.at_edge
     ]
-    beyond = (
-        "Arms whose best value is the smallest or the largest that was tried, so that a better "
-    )
+    beyond = "Arms whose best value is at the edge of the grid, so that a better "
     beyond += f"one may lie beyond: {wording.listed(edges) if edges else 'none'}."
     table = Table(
         "tuning",
         "Mean best validation figure by value, in %",
-        ("task", "arm", "number", "value", "score", "choice", "runs"),
+        ("task", "arm", "hyperparameter", "value", "score", "choice", "runs"),
         rows,
         (False, False, False, True, True, False, False),
         sortable=True,
@@ -96,7 +94,7 @@ def tuning(view: View) -> Section:
 def _choice(trial: Trial) -> str:
     if not trial.is_chosen:
         return ""
-    return "taken, at the edge" if trial.at_edge else "taken"
+    return "chosen, at the edge" if trial.at_edge else "chosen"
 
 
 def wrong(view: View) -> Section:
@@ -120,16 +118,15 @@ def wrong(view: View) -> Section:
         "What the paper gets wrong, and how we know",
         [
             Paragraph(
-                "The idea of the paper is a good one, and simple enough to be checked line by "
-                "line; that is the reason why this list could be made. It is about proofs and "
-                "tables, and says nothing of whether clipping works: that is what the verdicts are "
-                "for. All of it can be checked with microclip theory --claims, or "
-                "with pencil and paper."
+                "The idea of the paper is good, and simple enough to be checked line by line; that "
+                "is why this list exists. It is about proofs and tables, not about whether "
+                "clipping works: see the verdicts for that. Everything here can be checked with "
+                "microclip theory --claims, or with pencil and paper."
             ),
             Table(
                 "statements",
-                "Statements that fail: an instance of each, with both sides of what is claimed",
-                ("it is stated that", "where", "left", "claimed", "right"),
+                "Statements that fail: a counterexample to each, with both sides of the relation",
+                ("statement", "where", "left", "claimed", "right"),
                 statements,
                 (False, False, True, False, True),
                 wide=True,
@@ -146,14 +143,14 @@ def full_scale(view: View) -> Section:
         "What would be needed at full scale",
         [
             Paragraph(
-                "Everything here is small: the models, the minutes they train, and the data, made "
-                "or taken so that draggers are known. A verdict is about this scale; at another "
-                "one effects may be larger, smaller, or of the other sign."
+                "Everything here is small: the models, the training times, and the data, which was "
+                "chosen so that draggers are known. A verdict is about this scale; at another one, "
+                "effects may be larger, smaller, or of opposite sign."
             ),
             Table(
                 "full-scale-table",
-                "The paper's experiments, there, here, and what they would take",
-                ("experiment", "there", "here", "what it would take"),
+                "The paper's experiments: in the paper, here, and what full scale would take",
+                ("experiment", "in the paper", "here", "what it would take"),
                 [
                     [Cell(one.what), Cell(one.there), Cell(one.here), Cell(one.needs)]
                     for one in errata.full_scale_experiments(view.study)
@@ -164,21 +161,21 @@ def full_scale(view: View) -> Section:
     )
 
 
-def again(view: View) -> Section:
-    """Return how to do it again, and what it was done with."""
+def how_to_repeat(view: View) -> Section:
+    """Return how to repeat the runs, and their environments."""
     found = environments(view.records)
     names = [name for name in dict.fromkeys(n for kind in found for n in kind) if name != "runs"]
     hours = core_seconds(view.records) / 3600
     blocks: list[Block] = [
         Paragraph(
-            f"All of it: {COMMAND}. One run again, compared with its record bit by bit: microclip "
-            "reproduce --out results --again ID, with an id from any table of this page, or "
-            "random. Page and results.json from the records alone: microclip reproduce --out "
+            f"Everything: {COMMAND}. To repeat one run and compare it with its record bit by bit: "
+            "microclip reproduce --out results --again ID, with an id from any table of this page, "
+            "or random. Page and results.json from existing records: microclip reproduce --out "
             "results --only-page. On the same class of machine with the same versions, figures and "
-            "weights come out the same to the last bit; elsewhere they may differ in rounding, "
-            "which training can amplify."
+            "weights are identical to the last bit; elsewhere rounding may differ, which training "
+            "can amplify."
         ),
-        Paragraph(f"The runs took {hours:.1f} hours on one core each, one thread per run."),
+        Paragraph(f"The runs took {hours:.1f} core-hours, with one thread per run."),
     ]
     if found:
         rows = [
@@ -188,12 +185,12 @@ def again(view: View) -> Section:
         blocks.append(
             Table(
                 "made-with",
-                "Versions and classes of machines that runs were done with",
-                ("", *("with" for _ in found)),
+                "Versions and machine classes of the runs",
+                ("", *("value" for _ in found)),
                 rows,
             )
         )
-    return Section("again", "How to do it again", blocks)
+    return Section("again", "How to repeat it", blocks)
 
 
 def every_run(view: View) -> Section:
@@ -225,8 +222,8 @@ def every_run(view: View) -> Section:
         "Every run",
         [
             Paragraph(
-                "Each has a file of its own, runs/ID.json beside this page, with everything it was "
-                "done with. Figures are accuracies or WER in %.",
+                "Each run has a file runs/ID.json next to this page, with all its settings. "
+                "Figures are accuracies or WER in %.",
                 "note",
             ),
             Table(

@@ -1,6 +1,6 @@
-"""What the paper gets wrong and how that can be checked, and what its own scale would take.
+"""Errors in the paper and how to check them, and what its experiments would take at full scale.
 
-Nothing here depends on a run but one remark, which counts equal weights in the records.
+Only one remark depends on runs: it counts equal weights in the records.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ WHOLE_BATCH = (("speech", "b16"), ("digits", "b32"))  # arms with b = B
 
 @dataclass(frozen=True)
 class Remark:
-    """Something to be corrected."""
+    """A correction."""
 
     where: str
     what: str
@@ -37,7 +37,7 @@ class Remark:
 
 @dataclass(frozen=True)
 class FullScale:
-    """An experiment of the paper at its own scale."""
+    """An experiment of the paper at full scale."""
 
     what: str
     there: str
@@ -46,87 +46,86 @@ class FullScale:
 
 
 def remarks(study: Study, records: Records) -> tuple[Remark, ...]:
-    """Return what is not a statement of a theorem; for those see `microclip_lab.theory`."""
+    """Return corrections apart from theorems; for those see `microclip_lab.theory`."""
     averages = {name: weighted(weight) for name, weight in _weights().items()}
     said = "; ".join(f"{name} {a:.2f} to {b:.2f}" for name, (a, b) in averages.items())
     odd = ", ".join(unattainable())
     return (
         Remark(
             "Table 2, column b = 512",
-            "One micro-batch that is the whole mini-batch is rescaled by 1, so Algorithm 1 is "
-            "plain training there. The column is a second baseline, and its distance from the "
-            "first (4.03 against 3.99, three runs each) is what chance does, not a cost of "
-            "clipping with large b.",
-            f"By the definition; and {equal_weights(study, records)}",
+            "A single micro-batch, the whole mini-batch, is rescaled by 1, so Algorithm 1 is plain "
+            "training there. The column is a second baseline, and its difference from the first "
+            "(4.03 against 3.99, three runs each) is chance, not a cost of clipping with large b.",
+            f"From the definition; and {equal_weights(study, records)}",
         ),
         Remark(
             "Theorem on micro-batch clipping",
-            "It is about micro-batch gradients of length 1. Algorithm 1 gives them the length of "
-            "the shortest one, which changes from step to step and tends to 0 with it. The two "
-            "are different ways to train, here the rules Unit and MinNorm.",
-            "Both are written out in the paper; the section on rules at b = 1 compares them.",
+            "It covers micro-batch gradients rescaled to norm 1. Algorithm 1 rescales them to the "
+            "smallest norm, which changes from step to step and can tend to 0. These are different "
+            "algorithms, here the rules Unit and MinNorm.",
+            "Both are defined in the paper; the section on rules at b = 1 compares them.",
         ),
         Remark(
             "Table 3, c-hat",
-            "c is the length of a dragger over that of the benign gradient; c-hat is printed the "
-            "other way round. As printed, draggers would be four to six times shorter than benign "
-            "gradients, and 1 + c would rise with b. We take it for a misprint and report both.",
-            "By comparing the assumption on c with the fraction that is printed for c-hat.",
+            "c is the norm of a dragger's gradient over that of the benign gradient; c-hat is "
+            "printed the other way round. As printed, draggers would be four to six times shorter "
+            "than benign gradients, and 1 + c would rise with b. We consider it a misprint and "
+            "report both.",
+            "Compare the assumption on c with the fraction printed for c-hat.",
         ),
         Remark(
             "Table 3 and the conclusion",
-            "Even the right way round, the measured fall of c is far too small for the printed "
-            "bound to have its least at b = 4. A remark under the table says so; abstract and "
-            "conclusion do not.",
-            "The last row of the table of statements: what is needed beside what was measured.",
+            "Even the right way round, c falls far too little for the printed bound to have its "
+            "minimum at b = 4. A remark under the table says so; abstract and conclusion do not.",
+            "The last row of the table of statements: what is needed, next to what was measured.",
         ),
         Remark(
             "Table 5, weighted average",
             "The gain of the average, 85.9 to 86.0, depends on the weights, which are not given: "
             f"{said}.",
-            "Computed from the figures of the table itself.",
+            "Computed from the figures in the table.",
         ),
         Remark(
             "Table 5, single figures",
-            f"Some cannot be an accuracy on the public validation sets: {odd}. They may be means "
-            "over checkpoints, or accuracies by token; the paper does not say.",
+            f"Some cannot be accuracies on the public validation sets: {odd}. They may be means "
+            "over checkpoints, or token accuracies; the paper does not say.",
             "Accuracy on n examples is a multiple of 1/n.",
         ),
         Remark(
             "Table 2",
-            "Checkpoints are chosen on test-other, which is then reported. Of b = 4 against the "
-            "baseline, test-other differs by more than chance (p = 0.02), test-clean does not "
-            "(p = 0.18).",
-            "The caption says so; Welch's test with the printed means and deviations of 3 runs.",
+            "Checkpoints are selected on test-other, which is then reported. The difference "
+            "between b = 4 and the baseline is significant on test-other (p = 0.02), but not on "
+            "test-clean (p = 0.18).",
+            "The caption; Welch's test with the printed means and deviations of 3 runs.",
         ),
         Remark(
             "Tables 4, 5 and 6",
-            "One run each, without a spread; no learning rate is tuned for the clipped run, "
-            "optimizers and the size of T5 are not named.",
-            "By what is and is not in the text.",
+            "One run each, without a spread; no learning rate is tuned for the clipped run, and "
+            "optimizers and the size of T5 are not given.",
+            "From the text.",
         ),
         Remark(
             "All experiments",
-            "512/4, 4096/32 and 2048/16 are all 128 micro-batches: their size and their number are "
-            "confounded. Here one is varied with the other held, among the controls.",
-            "By dividing.",
+            "512/4, 4096/32 and 2048/16 all give 128 micro-batches: size and number are "
+            "confounded. The controls here vary one with the other fixed.",
+            "By division.",
         ),
         Remark(
             "Assumption on draggers",
-            "All draggers of a step share one gradient. Draggers that point in directions of "
-            "their own average out in large micro-batches, and harm much less.",
-            "The dragger-dragger cosine beside Figure 1, which would be 1.",
+            "All draggers of a step are assumed to share one gradient. Draggers with different "
+            "directions average out in large micro-batches, and do much less harm.",
+            "The dragger-dragger cosine next to Figure 1, which would be 1.",
         ),
         Remark(
             "Figures 1 and 2",
-            "Their data is not in the paper's source, so there is nothing to compare by number.",
+            "Their data is not in the paper's source, so numbers cannot be compared.",
             "The source refers to files that it does not contain.",
         ),
     )
 
 
 def full_scale_experiments(study: Study) -> tuple[FullScale, ...]:
-    """Return what the paper's own scale would take, beside what was done here."""
+    """Return what full scale would take, next to what was done here."""
     return (
         FullScale(
             "Figures 1 and 2, Tables 2 and 3",
@@ -157,7 +156,7 @@ def full_scale_experiments(study: Study) -> tuple[FullScale, ...]:
 
 
 def scale(study: Study, name: str) -> str:
-    """Return how large a task is here, in words."""
+    """Return the scale of a task here, in words."""
     for task in study.tasks:
         if task.name == name:
             how = task.training
@@ -166,7 +165,7 @@ def scale(study: Study, name: str) -> str:
 
 
 def equal_weights(study: Study, records: Records) -> str:
-    """Say in how many runs b = B ended with the very weights of plain training."""
+    """Return a sentence: how many runs with b = B have exactly the weights of plain training."""
     same = total = 0
     for name, arm in WHOLE_BATCH:
         for task in study.tasks:
@@ -178,15 +177,15 @@ def equal_weights(study: Study, records: Records) -> str:
                 total += 1
                 same += bool(ours[seed].weights) and ours[seed].weights == plain[seed].weights
     if not total:
-        return "runs of b = B and of plain training are to be compared here, bit by bit."
+        return "runs with b = B and plain training can be compared here, bit by bit."
     return (
-        f"here, {same} of {total} runs with b = B ended with the very weights of plain training "
+        f"here, {same} of {total} runs with b = B ended with exactly the weights of plain training "
         "with the same seed, bit by bit."
     )
 
 
 def weighted(weights: Mapping[str, float]) -> tuple[float, float]:
-    """Return the two averages of Table 5 with other weights.
+    """Return the two averages of Table 5 with these weights.
 
     >>> [round(value, 2) for value in weighted(dict.fromkeys(TABLE_5, 1.0))]
     [89.35, 88.26]
@@ -200,7 +199,7 @@ def weighted(weights: Mapping[str, float]) -> tuple[float, float]:
 
 
 def unattainable() -> list[str]:
-    """Return figures of Table 5 that no number of right answers gives, even when rounded.
+    """Return figures of Table 5 that no number of right answers gives after rounding.
 
     >>> unattainable()[0]
     'CB 97.8 (of 56)'
@@ -217,5 +216,5 @@ def _weights() -> dict[str, dict[str, float]]:
     return {
         "by the training sizes it lists": {name: row[2] for name, row in TABLE_5.items()},
         "by the sizes of the validation sets": {name: row[3] for name, row in TABLE_5.items()},
-        "all tasks alike": dict.fromkeys(TABLE_5, 1.0),
+        "all tasks equally": dict.fromkeys(TABLE_5, 1.0),
     }

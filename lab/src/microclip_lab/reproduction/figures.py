@@ -1,4 +1,4 @@
-"""The figures of the reproduction as plotly draws them. What they mean is said in `sections`."""
+"""The figures of the reproduction, for plotly. What they mean is explained in `page`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The page of the reproduction: one file that needs nothing else, verdicts first."""
+"""The page of the reproduction: the paper's tables and figures with ours beside them.
+
+A section whose runs are missing says so. No sentence here says what came out: tables, figures and
+computed verdicts do. `appendix` has the rest of the page.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +24,7 @@ from microclip_lab.reproduction.wording import listed
 
 
 def of_the_paper(view: View) -> list[Section]:
-    """Return the verdicts, then what the paper has in its order, then what goes beyond it."""
+    """Return the verdicts, the paper's results in its order, and what goes beyond it."""
     return [
         verdicts(view),
         table_1(view),
@@ -34,7 +38,7 @@ def of_the_paper(view: View) -> list[Section]:
 
 
 def verdicts(view: View) -> Section:
-    """Return the table that the page begins with."""
+    """Return the table of verdicts."""
     rows = [
         [
             Cell(f"{found.claim.id} {found.claim.title}"),
@@ -50,25 +54,25 @@ def verdicts(view: View) -> Section:
         [
             Table(
                 "verdict-table",
-                "What is claimed, there and here",
+                "What is claimed, in the paper and here",
                 (
                     "claim",
                     "in the paper",
-                    "here: effect (95 % interval): is it so?",
+                    "here: effect (95 % interval), as expected?",
                     "verdict here",
                 ),
                 rows,
                 wide=True,
             ),
             Paragraph(
-                "C1 to C7 are the paper's claims, M1 to M4 our own. What would bear each one out "
-                "was written down before the runs. An effect is a mean over paired seeds, in "
-                "points of accuracy or error rate, positive where clipping is better, unless it "
-                "says otherwise; its interval is a 95 % t-interval over seeds. A claim holds if "
-                "all its intervals lie where they are expected; it does not if one lies elsewhere, "
-                "or so near to 0 that nothing that matters is left (the margin: 0.5 points, or as "
-                "it stands beside a quantity); else this scale does not decide it. There is no "
-                "correction for looking at many claims at once.",
+                "C1 to C7 are the paper's claims, M1 to M4 our own. The criteria were written down "
+                "before the runs. An effect is a mean over paired seeds, in points of accuracy or "
+                "error rate, positive where clipping is better, unless stated otherwise; its "
+                "interval is a 95 % t-interval over seeds. A claim holds if all its intervals lie "
+                "where they are expected. It does not hold if one lies on the other side, or so "
+                "close to 0 that no relevant effect is left (the margin: 0.5 points, or as given "
+                "with a quantity). Otherwise it is undecided at this scale. There is no correction "
+                "for multiple comparisons.",
                 "note",
             ),
         ],
@@ -76,23 +80,23 @@ def verdicts(view: View) -> Section:
 
 
 def table_1(view: View) -> Section:
-    """Return the rates over b."""
+    """Return the rates by b."""
     tables = rate_tables()
     blocks: list[Block] = [
         Paragraph(
-            "The paper bounds the gradient norm that T steps reach, min_t E|g_t|, in three "
-            "theorems: SGD without draggers (after Bu et al.), SGD with draggers, and micro-batch "
-            "clipping. The last two do not hold as printed (see what the paper gets wrong); what "
-            "holds instead is derived on the page on the theory. Here all of them are computed, "
-            "beside the least norm of simulated trainings that keep every assumption."
+            "The paper bounds the gradient norm after T steps, min_t E|g_t|, in three theorems: "
+            "SGD without draggers (after Bu et al.), SGD with draggers, and micro-batch clipping. "
+            "The last two do not hold as printed (see what the paper gets wrong); the page on "
+            "theory derives corrected ones. Here all of them are computed, next to the smallest "
+            "norm in simulated runs that satisfy every assumption."
         ),
         Figure(
             "rates",
-            "Table 1 over b: bounds, and what is measured",
-            "Solid lines are upper bounds, dotted ones simulations of the theorem's update (unit "
-            "length) and of Algorithm 1 (least length). A bound may lie far above what happens; it "
-            "must never lie below the dotted line of the theorem's update. Where a line is "
-            "missing, its theorem says nothing.",
+            "Table 1 by b: bounds and measurements",
+            "Solid lines are upper bounds, dotted lines simulations of the theorem's update (unit "
+            "length) and of Algorithm 1 (smallest length). A bound may be far above the "
+            "measurement, but never below the dotted line of the theorem's update. Where a line is "
+            "missing, its theorem does not apply.",
             {table.case.name: figures.rates(table) for table in tables},
             "instance",
             380,
@@ -104,7 +108,7 @@ def table_1(view: View) -> Section:
 
 
 def figure_1(view: View) -> Section:
-    """Return the cosines along training."""
+    """Return the cosines during training."""
     choices, pairs = {}, []
     for name in SNAPSHOT_TASKS:
         plain = view.moments.get(name, {}).get(PLAIN)
@@ -120,24 +124,24 @@ def figure_1(view: View) -> Section:
     blocks: list[Block] = [
         Paragraph(
             "The paper compares 100 pairs of a canary's and a benign gradient with 100 pairs of "
-            "benign ones along training: the first are nearly orthogonal, the second are not. Its "
-            "data is not published. Draggers here are canaries (speech), labels that people got "
-            "wrong (CIFAR-10N) and wrong labels (digits)."
+            "benign ones during training: the former are nearly orthogonal, the latter are not. "
+            "Its data is not published. Draggers here are canaries (speech), wrong human labels "
+            "(CIFAR-10N) and synthetic wrong labels (digits)."
         )
     ]
     if choices:
         blocks += [
             Figure(
                 "cosines",
-                "Mean cosines of pairs of gradients along plain training",
+                "Mean cosines of pairs of gradients during plain training",
                 "Each line is a kind of pair, its band the 95 % interval over seeds. If draggers "
-                "are orthogonal to the rest, the dashed line lies at 0, below the line of benign "
-                "pairs. The theory takes the third kind, two draggers, for 1.",
+                "are orthogonal to the rest, the dashed line is at 0, below the line of benign "
+                "pairs. The theory assumes 1 for the third kind, two draggers.",
                 choices,
                 "task",
             ),
             Paragraph(
-                f"Pairs in each look at each seed, at least: {'; '.join(pairs)}.",
+                f"Smallest number of pairs per snapshot and seed: {'; '.join(pairs)}.",
                 "note",
             ),
             page_tables.cosine_table(view),
@@ -178,11 +182,10 @@ def table_2(view: View) -> Section:
             Figure(
                 "sweet-spot",
                 "By micro-batch size",
-                "Above, the test figure at the checkpoint that validation chose, with its 95 % "
-                "interval over seeds; dashed, plain training with its band. Below, the gain "
-                "against plain training, seed by seed: above 0 is better, and an interval that "
-                "does not touch 0 is a difference that the seeds agree on. b = B is plain "
-                "training.",
+                "Top: the test figure of the checkpoint selected on validation data, with its 95 % "
+                "interval over seeds; dashed, plain training with its band. Bottom: the gain over "
+                "plain training, paired by seed. Above 0 is better, and an interval that excludes "
+                "0 is a consistent difference. b = B is plain training.",
                 choices,
                 "task",
                 480,
@@ -209,10 +212,9 @@ def table_2(view: View) -> Section:
             Figure(
                 "convergence",
                 "Convergence",
-                "Mean error on validation data over steps, both axes logarithmic, with 95 % "
-                "intervals over seeds. Each line has its own learning rate, the best on seeds of "
-                "their own. Of two lines, the lower one is ahead at that step. The runs are those "
-                "of the tables of arms.",
+                "Mean error on validation data by step, both axes logarithmic, with 95 % intervals "
+                "over seeds. Each line has its own learning rate, tuned on separate seeds. Lower "
+                "is better. The runs are those in the tables of arms.",
                 curves,
                 "task",
                 400,
@@ -223,15 +225,15 @@ def table_2(view: View) -> Section:
 
 
 def table_3(view: View) -> Section:
-    """Return c-hat in both orientations."""
+    """Return c-hat, both ways round."""
     blocks: list[Block] = [
         Paragraph(
             "The paper gives c-hat, a ratio of mean norms of draggers' and benign gradients, as "
             "6.18 at b = 1, 5.74 at b = 4 and 4.42 at b = 512 = B. It prints benign over dragger, "
-            "and means by all that is said of it dragger over benign; here are both. Arms learn at "
-            "different speeds, so the ratio is taken twice: at the last step, and at the loss on "
-            "benign examples that the slowest arm ends with. Of benign norms the tenth that is "
-            "largest is left out, as in the paper."
+            "but its text only makes sense for dragger over benign; both are shown here. Arms "
+            "learn at different speeds, so the ratio is taken twice: at the last step, and at the "
+            "loss on benign examples that the slowest arm ends with. The largest tenth of benign "
+            "norms is left out, as in the paper."
         )
     ]
     for name in SNAPSHOT_TASKS:
@@ -270,8 +272,8 @@ def tables_5_and_6(view: View) -> list[Section]:
         [
             Paragraph(
                 "The paper fine-tunes T5 on SuperGLUE, eight tasks of 250 to 101,000 examples. "
-                "ReCoRD, the largest, gains 0.4 points at b = 16 of 2048, six of the other seven "
-                "lose 0.6 to 2.2. Here are VADER's four domains in the ratio 20 : 4 : 2 : 1."
+                "ReCoRD, the largest, gains 0.4 points at b = 16 of 2048; six of the other seven "
+                "lose 0.6 to 2.2. Here we use VADER's four domains in the ratio 20 : 4 : 2 : 1."
             ),
             page_tables.domain_table(view),
             page_tables.evidence(view, "C7"),
@@ -290,7 +292,7 @@ def tables_5_and_6(view: View) -> list[Section]:
 
 
 def beyond(view: View) -> Section:
-    """Return what the paper leaves open."""
+    """Return what goes beyond the paper."""
     canaries = (
         ("canaries trained on", BEST + "canary_wer"),
         ("canaries never heard", BEST + "unseen_canary_wer"),
@@ -302,22 +304,22 @@ def beyond(view: View) -> Section:
         [
             Paragraph(
                 "A bound for each domain (domains=): micro-batches never mix domains, and each is "
-                "rescaled to the smallest norm of its own domain. Part of what that does is to "
-                "give domains other weights, so plain training with those weights is a control.",
+                "rescaled to the smallest norm in its domain. This also changes the weights of "
+                "domains, so plain training with the same weights is a control.",
             ),
             *page_tables.weights(view),
             page_tables.evidence(view, "M1"),
             Paragraph(
-                "Other rules at small b. MinNorm rescales every gradient to the shortest one, "
-                "which at b = 1 can be very short. Unit rescales to 1, Median clips to the median "
-                "norm, Automatic divides by the norm plus a constant."
+                "Other rules at small b. MinNorm rescales every gradient to the smallest norm, "
+                "which can be tiny at b = 1. Unit rescales to 1, Median clips to the median norm, "
+                "Automatic divides by the norm plus a constant."
             ),
             page_tables.arms_table(view, "digits", rules, key="rules"),
             page_tables.evidence(view, "M3"),
             Paragraph(
-                "Memorisation: canaries are texts spoken too fast, some of them many times in the "
-                "training data. A model that gets them right has memorised them; a high error rate "
-                "on them is the protection that is hoped for."
+                "Memorization: canaries are texts spoken too fast, some of them repeated many "
+                "times in the training data. A model that gets them right has memorized them; a "
+                "high error rate on them is the desired protection."
             ),
             page_tables.arms_table(
                 view, "speech", (PLAIN, *SIZES, "unit-b1", "unit-b4"), key="canaries", more=canaries
@@ -350,7 +352,7 @@ def write_page(study: Study, records: Records, out: Path) -> Path:
 
 
 def assemble(view: View) -> Page:
-    """Put the sections in order; those whose runs are missing say so."""
+    """Return the whole page."""
     return Page(
         title=TITLE,
         verdict=opening(view),
@@ -360,7 +362,7 @@ def assemble(view: View) -> Page:
             appendix.tuning(view),
             appendix.wrong(view),
             appendix.full_scale(view),
-            appendix.again(view),
+            appendix.how_to_repeat(view),
             appendix.every_run(view),
         ],
         made_by=f"Made by microclip {microclip.__version__} with microclip reproduce.",
@@ -368,10 +370,10 @@ def assemble(view: View) -> Page:
 
 
 def opening(view: View) -> list[str]:
-    """Return the sentences that stand above everything."""
+    """Return the opening sentences."""
     said = [
-        "Revisit Micro-batch Clipping (Lun Wang, ICLR 2025, arXiv 2408.16204), its experiments at "
-        "the scale of two cores and a night, with controls. Null results are results."
+        "The experiments of Revisit Micro-batch Clipping (Lun Wang, ICLR 2025, arXiv 2408.16204), "
+        "at the scale of one night on two cores, with controls. Null results are results."
     ]
     for by, whose in (("paper", "The paper's claims"), ("microclip", "Our own")):
         found: dict[str, list[str]] = {}
@@ -385,11 +387,10 @@ def opening(view: View) -> list[str]:
     runs = progress(view.study, view.records)
     if runs["done"] < runs["expected"]:
         said.append(
-            f"{runs['done']} of {runs['expected']} runs are done: everything here is preliminary."
+            f"{runs['done']} of {runs['expected']} runs are done: all results are preliminary."
         )
     if not is_default_plan(view.study):
         said.append(
-            "These runs are shorter than the plan's, only to show that everything works: the "
-            "verdicts mean nothing."
+            "These runs are shorter than planned, as a smoke test: the verdicts mean nothing."
         )
     return said

@@ -1,4 +1,4 @@
-"""The tables of the page, built of what was found. What they are shown for, `sections` says."""
+"""The tables of the page. What they mean is explained in `page`."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from microclip_lab.reproduction.theory_part import RateTable
 from microclip_lab.reproduction.verdicts import PartVerdict, told
 
 SIZES = ("b1", "b2", "b4", "b8", "b16", "b32")
-SNAPSHOT_TASKS = ("speech", "cifar10n", "digits")  # tasks whose gradients are looked at
-HALF = "± is half of the 95 % interval over seeds; marked gains have an interval without 0."
+SNAPSHOT_TASKS = ("speech", "cifar10n", "digits")  # tasks with gradient snapshots
+HALF = "± is half of the 95 % interval over seeds; intervals of marked gains exclude 0."
 
 
 def arms_table(
@@ -72,10 +72,10 @@ def arms_table(
 
 
 def evidence(view: View, claim: str) -> Block:
-    """Return the parts of a claim, with what stands beside it, and the ids of all runs."""
+    """Return the parts of a claim, additional quantities, and the ids of all runs."""
     found = view.claim(claim)
     rows = [_evidence(part, "decides") for part in found.parts]
-    rows += [_evidence(part, "beside it") for part in found.also]
+    rows += [_evidence(part, "additional") for part in found.also]
     return Table(
         f"evidence-{claim}",
         f"{claim}, {found.claim.title[0].lower()}{found.claim.title[1:]}: {found.verdict}",
@@ -97,16 +97,16 @@ def _evidence(found: PartVerdict, role: str) -> list[Cell]:
 
 
 def tuned(row: ArmRow) -> str:
-    """Return what an arm was tuned to, in words."""
+    """Return the tuned values of an arm, in words."""
     if row.is_lost:
         return "diverged with every value"
     rate = f"rate {wording.number(row.rate)}"
     if row.arm.tuned == "learning_rate":
         return rate
     if row.arm.tuned is None:
-        return f"{rate}, that of {row.arm.rate_of}"
+        return f"{rate}, from {row.arm.rate_of}"
     name = {"max_grad_norm": "norm", "bound": "bound"}[row.arm.tuned]
-    return f"{name} {wording.number(row.value)}, {rate} of {row.arm.rate_of}"
+    return f"{name} {wording.number(row.value)}, {rate} from {row.arm.rate_of}"
 
 
 def _gain(row: ArmRow, found: Effect | None) -> Cell:
@@ -123,7 +123,7 @@ def rates(table: RateTable, place: int) -> list[Block]:
         "Algorithm 1 (MinNorm)": min(table.rows, key=lambda row: row.smallest).b,
     }
     bests = [
-        f"the bound {name} has its least at b = {b}" if b else f"the bound {name} applies to no b"
+        f"the bound {name} is smallest at b = {b}" if b else f"the bound {name} applies to no b"
         for name, b in (
             ("as printed", table.best["printed"]),
             ("as corrected", table.best["corrected"]),
@@ -174,7 +174,7 @@ def rates(table: RateTable, place: int) -> list[Block]:
 
 
 def cosine_table(view: View) -> Block:
-    """Return mean cosines of the three kinds of pairs, by task and moment."""
+    """Return mean cosines of the three kinds of pairs, by task and snapshot."""
     rows = []
     for name in SNAPSHOT_TASKS:
         ids = wording.runs(view.runs(name, PLAIN))
@@ -194,8 +194,8 @@ def cosine_table(view: View) -> Block:
             )
     return Table(
         "cosine-table",
-        "The same in numbers: mean ± half of the 95 % interval over seeds; in brackets the "
-        "standard deviation of single pairs",
+        "The same in numbers: mean ± half of the 95 % interval over seeds; in parentheses the "
+        "standard deviation over pairs",
         (
             "task",
             "step",
@@ -219,13 +219,13 @@ def _cosine(found: Mapping[str, Estimate], kind: str) -> str:
 
 
 def ratio_table(view: View, task: str) -> Block:
-    """Return c-hat by micro-batch size, in both orientations."""
+    """Return c-hat by micro-batch size, both ways round."""
     rows = view.ratios.get(task, [])
     if not rows:
         return Paragraph(f"{wording.capital(wording.named(task))}: not run yet.", "note")
     by_step = view.moments[task]
     unmatched = max(row.unmatched for row in rows)
-    note = f" Seeds in which losses cannot be matched: {unmatched}." if unmatched else ""
+    note = f" Seeds whose losses cannot be matched: {unmatched}." if unmatched else ""
     return Table(
         f"ratios-{task}",
         f"{wording.named(task)}: ratios of mean norms, ± half of the 95 % interval.{note}",
@@ -312,7 +312,7 @@ def domain_table(view: View) -> Block:
 
 
 def weights(view: View) -> list[Block]:
-    """Return what domains weighed, where clipping went by domain."""
+    """Return the weights of domains with clipping by domain."""
     found = view.domain_weights.get("mixture", {})
     if not found:
         return []
@@ -325,7 +325,7 @@ def weights(view: View) -> list[Block]:
         ]
         for arm, weights in found.items()
     ]
-    caption = "mixture: what an example of each domain weighed on average; 1 is the average example"
+    caption = "mixture: mean weight of an example of each domain; the overall average is 1"
     return [
         Table(
             "domain-weights",

@@ -1,6 +1,7 @@
-"""The records of a task as tables: arms, tuning, curves, moments. Data only, for file and page.
+"""The records of a task as tables: arms, tuning, curves, snapshots; and a cached view of all tasks.
 
-Figures are in points, with 95 % intervals over seeds; a run that diverged counts as the worst.
+Figures are in points, with 95 % intervals over seeds; diverged runs count as the worst possible.
+Data only, for results.json and the page.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from microclip_lab.reproduction.study import Study
 from microclip_lab.reproduction.tasks import EVALUATION_SEED, PLAIN, TUNING_SEED, Arm, Task, tasks
 from microclip_lab.reproduction.verdicts import ClaimVerdict, PartVerdict, controls, judge
 
-BEST, LAST = "best_test_", "test_"  # at the checkpoint that validation chose; after the last step
+BEST, LAST = "best_test_", "test_"  # of the best checkpoint; after the last step
 COSINES = ("dragger_benign", "benign_benign", "dragger_dragger")
 RATIOS: tuple[Orientation, ...] = ("dragger_over_benign", "benign_over_dragger")
 OF_MOMENTS = (
@@ -46,12 +47,12 @@ OF_MOMENTS = (
 
 @dataclass(frozen=True)
 class ArmRow:
-    """An arm of a task, and what came of it."""
+    """The results of an arm."""
 
     arm: Arm
-    size: int  # b; that of the mini-batch in plain training
+    size: int  # b; B for plain training
     batch: int
-    value: float | None  # of its tuned number
+    value: float | None  # of its tuned hyperparameter
     rate: float | None  # its learning rate
     is_lost: bool  # it diverged with every value
     figures: Mapping[str, Estimate]  # by name, as best_test_accuracy
@@ -63,26 +64,26 @@ class ArmRow:
 
 @dataclass(frozen=True)
 class Trial:
-    """One value of an arm's tuned number."""
+    """One value of an arm's tuned hyperparameter."""
 
     arm: str
     tuned: str
     value: float
     score: float | None  # mean best validation figure, in points; None: diverged
     is_chosen: bool
-    at_edge: bool  # the smallest or the largest that was tried: a better one may lie beyond
+    at_edge: bool  # the smallest or largest one tried
     records: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Ratio:
-    """A ratio of norms of an arm, at the last step and at the loss that all arms come to."""
+    """A ratio of norms of an arm, at the last step and at a loss that all arms reach."""
 
     arm: str
     size: int
     at_step: Mapping[str, Estimate]  # by orientation
     at_loss: Mapping[str, Estimate]
-    unmatched: int  # seeds in which some arm is below the common loss from the first look on
+    unmatched: int  # seeds in which some arm starts below the common loss
     records: tuple[str, ...]
 
 
@@ -92,7 +93,7 @@ def arm_rows(study: Study, records: Records, task: Task) -> list[ArmRow]:
 
 
 def trials(study: Study, records: Records, task: Task) -> list[Trial]:
-    """Return every value that was tried on all tuning seeds, arm by arm."""
+    """Return every value that was tried on all tuning seeds, by arm."""
     found = []
     for arm in task.arms:
         if arm.tuned is None:
@@ -118,7 +119,7 @@ def trials(study: Study, records: Records, task: Task) -> list[Trial]:
 
 
 def curves(study: Study, records: Records, task: Task) -> dict[str, dict[int, Estimate]]:
-    """Return the mean validation figure by step, of each arm that has been run."""
+    """Return the mean validation figure of each arm by step."""
     found = {}
     for arm in task.arms:
         runs = list(study.evaluated(task, arm, records).values())
@@ -155,7 +156,7 @@ def moments(
 
 
 def ratios(study: Study, records: Records, task: Task) -> list[Ratio]:
-    """Return c-hat of plain training and of each size, from the smallest; as Table 3 has it."""
+    """Return c-hat of each size and of plain training, by ascending b, as in Table 3."""
     arms = sorted(
         (arm for arm in task.arms if arm.takes_snapshots),
         key=lambda arm: (microbatch_size(task, arm), arm.name),
@@ -195,7 +196,7 @@ def ratios(study: Study, records: Records, task: Task) -> list[Ratio]:
 
 
 def domain_weights(study: Study, records: Records, task: Task) -> dict[str, dict[str, Estimate]]:
-    """Return what an example of each domain weighed on average, by arm; 1 is the average one."""
+    """Return the mean weight of an example of each domain, by arm; the average is 1."""
     found = {}
     for arm in task.arms:
         weighed = [
@@ -211,7 +212,7 @@ def domain_weights(study: Study, records: Records, task: Task) -> dict[str, dict
 
 
 def looked_at(study: Study, records: Records, task: Task) -> tuple[int, int]:
-    """Return the fewest draggers and benign examples that were compared at any moment; 0: none."""
+    """Return the smallest numbers of draggers and benign examples in any snapshot."""
     found = [
         moment
         for arm in task.arms
@@ -258,7 +259,7 @@ def _arm_row(study: Study, records: Records, task: Task, arm: Arm) -> ArmRow:
 
 
 def planned(task: Task) -> Sequence[int]:
-    """Return the seeds that arms are compared by."""
+    """Return the evaluation seeds of a task."""
     return range(EVALUATION_SEED, EVALUATION_SEED + task.seeds)
 
 
@@ -323,7 +324,7 @@ class View:
 
     @functools.cached_property
     def domain_weights(self) -> Mapping[str, dict[str, dict[str, Estimate]]]:
-        """What examples of a domain weighed, by task, arm and domain."""
+        """Mean weights of examples by task, arm and domain."""
         return {t.name: domain_weights(self.study, self.records, t) for t in self.study.tasks}
 
     def task(self, name: str) -> Task:
@@ -335,19 +336,19 @@ class View:
         return next(found for found in self.claims if found.claim.id == name)
 
     def effect(self, quantity: Quantity) -> Effect | None:
-        """Return an effect that no claim speaks of."""
+        """Return an effect that is not part of a claim."""
         return effect(self.study, self.records, quantity)
 
     def runs(self, task: str, arm: str) -> tuple[str, ...]:
-        """Return the ids of the runs that an arm is judged by."""
+        """Return the ids of an arm's evaluation runs."""
         return next((row.records for row in self.rows.get(task, ()) if row.arm.name == arm), ())
 
     def done(self, task: str) -> list[ArmRow]:
-        """Return the arms of a task that have been run, or cannot be."""
+        """Return the arms of a task that have results, or diverged with every value."""
         return [row for row in self.rows.get(task, ()) if row.figures or row.is_lost]
 
 
 def is_default_plan(study: Study) -> bool:
-    """Say whether tasks are those of the default plan; verdicts on shorter ones mean nothing."""
+    """Return whether tasks are those of the default plan; verdicts on others mean nothing."""
     whole = {task.name: task for task in tasks()}
     return all(whole.get(task.name) == task for task in study.tasks)

@@ -1,7 +1,7 @@
-"""Everything that follows from the records in one file that programs can read.
+"""results.json: everything that follows from the records, for other programs.
 
-The same records give the same bytes: nothing of the clock, the machine or a folder's name is in it
-but what the records themselves say.
+The same records give the same bytes: it has no dates, machines or folder names except those in the
+records.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def summary(study: Study, records: Records) -> dict[str, Any]:
 
 
 def progress(study: Study, records: Records) -> dict[str, int]:
-    """Return how many runs are done, of those that are known by now."""
+    """Return how many of the runs known so far are done."""
     expected = study.expected(records)
     return {
         "done": sum(job in records for job in expected),
@@ -70,12 +70,12 @@ def progress(study: Study, records: Records) -> dict[str, int]:
 
 
 def core_seconds(records: Records) -> float:
-    """Return how long all runs took, each on one core."""
+    """Return the total duration of all runs, each on one core."""
     return round(math.fsum(record.made.get("seconds", 0.0) for record in records.values()), 1)
 
 
 def environments(records: Records) -> list[dict[str, Any]]:
-    """Return what runs were done with: versions and classes of machines, and how many runs."""
+    """Return the environments of the runs: versions, machine classes and counts."""
     kinds = Counter(
         tuple(sorted((str(k), str(v)) for k, v in record.made.items() if k != "seconds"))
         for record in records.values()
@@ -154,7 +154,7 @@ def _row(row: record_tables.ArmRow) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Return what JSON knows; what is not finite is null."""
+    """Return a value for JSON, with null for non-finite numbers."""
     if isinstance(value, Estimate):
         return _plain(asdict(value))
     if isinstance(value, float):

@@ -1,7 +1,7 @@
-"""Table 1 of the paper: its rates over b, those that hold instead, and what a simulation measures.
+"""Table 1 of the paper: its rates by b, corrected ones, and simulations.
 
-And where its statements fail, each with an instance. Everything is computed when it is asked for,
-from `microclip_lab.theory`; no record of a training is needed.
+Also the statements that fail, each with a counterexample. Everything is computed on demand from
+`microclip_lab.theory`, without any records.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from microclip_lab.theory.counterexamples import Claim, all_claims
 from microclip_lab.theory.rates import Bound
 from microclip_lab.theory.table import best, lines, rows
 
-RUNS = 16  # simulated trainings per row
+RUNS = 16  # simulated runs per row
 SEED = 0
-DIGITS = 4  # that are kept of what was simulated: further ones differ between machines
+DIGITS = 4  # kept of simulated values: further ones differ between machines
 
 
 @dataclass(frozen=True)
 class Case:
-    """What the theorems take as given, and why this instance is looked at."""
+    """The constants of an instance, and why it is interesting."""
 
     name: str
     why: str
@@ -31,19 +31,19 @@ class Case:
 
 @dataclass(frozen=True)
 class RateRow:
-    """The bounds of clipping at one b, beside what was measured; None: not stated there."""
+    """The bounds of clipping at one b, and measurements; None: does not apply."""
 
     b: int
     printed: float | None
     corrected: float | None
     symmetric: float | None
     unit: float  # min_t E|g_t|, measured with the update of the theorem
-    smallest: float  # and with that of Algorithm 1, of which no theorem speaks
+    smallest: float  # and with that of Algorithm 1, which no theorem covers
 
 
 @dataclass(frozen=True)
 class RateLine:
-    """A rate of SGD, which knows no b."""
+    """A rate of SGD, which does not depend on b."""
 
     name: str
     bound: float | None
@@ -58,27 +58,27 @@ class RateTable:
     inputs: Mapping[str, float]
     rows: tuple[RateRow, ...]
     lines: tuple[RateLine, ...]
-    best: Mapping[str, int | None]  # the b with the least bound, by kind
+    best: Mapping[str, int | None]  # the b with the smallest bound, by kind
 
 
 CASES = (
     Case(
         "rare, long draggers",
-        "one example in ten drags, twenty times as long as the mean gradient: small micro-batches "
-        "isolate draggers, large ones average noise, and the corrected bound has its least in "
-        "between; the printed theorem says nothing of b below 10",
+        "one example in ten is a dragger, twenty times as long as the mean gradient: small "
+        "micro-batches isolate draggers, large ones average noise, and the corrected bound has its "
+        "minimum in between; the printed theorem does not apply to b below 10",
         TheoryConfig(epsilon=0.1, c=20.0, sigma=1.0, gap=10.0, steps=100, batch_size=64),
     ),
     Case(
         "most examples drag",
-        "more than half of the examples drag, so that the printed theorem speaks of every b; "
+        "more than half of the examples are draggers, so the printed theorem applies to every b; "
         "c is what the paper measured at b = 4",
         TheoryConfig(
             epsilon=0.6,
             c=5.74,
             sigma=1.0,
             gap=10.0,
-            steps=400,  # with fewer, c is beyond what SGD's rate is proven for
+            steps=400,  # with fewer, c exceeds what SGD's rate is proven for
             batch_size=64,
             microbatch_sizes=(1, 4, 16, 64),
         ),
@@ -88,12 +88,12 @@ CASES = (
 
 @functools.cache
 def rate_tables() -> tuple[RateTable, ...]:
-    """Return the rates of both instances; takes some seconds."""
+    """Return the rates of both instances; takes a few seconds."""
     return tuple(_rate_table(case) for case in CASES)
 
 
 def failing_statements() -> tuple[Claim, ...]:
-    """Return what the paper states and does not hold, each with both sides of one instance."""
+    """Return statements of the paper that fail, each with a counterexample."""
     return tuple(claim for claim in all_claims() if not claim.holds)
 
 

@@ -1,8 +1,8 @@
-"""What the records decide of the claims, by the rules that were written down beside them.
+"""Verdicts: what the records say about the claims, by the criteria written down with them.
 
-An interval on the side of zero where it is expected bears a part out, however small the effect:
-some of the paper's own gains are smaller than the margin. An interval that reaches to the other
-side, and not as far as the margin on this one, leaves nothing that matters: the part fails.
+A part holds if its interval is on the expected side of zero, however small the effect: some of the
+paper's own gains are smaller than the margin. It fails if its interval reaches the other side, and
+not as far as the margin on the expected one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Verdict = Literal["holds", "does not hold", "undecided", "not looked at"]
 
 @dataclass(frozen=True)
 class PartVerdict:
-    """A part of a claim, with what came out."""
+    """A part of a claim, with its effect and verdict."""
 
     part: Part
     effect: Effect | None
@@ -30,12 +30,12 @@ class PartVerdict:
 
     @property
     def sentence(self) -> str:
-        """What came out, in words: the effect with its interval."""
+        """The effect with its interval, in words."""
         return f"{self.part.about}: {told(self.effect)}"
 
     @property
     def expected(self) -> str:
-        """What was expected, in words."""
+        """The expectation, in words."""
         margin = self.part.margin
         return {
             "above": f"above 0 (margin {margin:g})",
@@ -46,23 +46,23 @@ class PartVerdict:
 
     @property
     def came_out(self) -> str:
-        """Whether it is so, in words."""
+        """The verdict, in words."""
         return {
             "holds": "as expected",
-            "does not hold": "not so",
+            "does not hold": "not as expected",
             "undecided": "undecided",
             "not looked at": NOT_YET,
         }[self.verdict]
 
     @property
     def answer(self) -> str:
-        """What came out, and whether it is as expected."""
+        """The effect, and whether it is as expected."""
         return self.sentence if self.effect is None else f"{self.sentence}: {self.came_out}"
 
 
 @dataclass(frozen=True)
 class ClaimVerdict:
-    """A claim, with what came out."""
+    """A claim and its verdict."""
 
     claim: Claim
     parts: tuple[PartVerdict, ...]
@@ -77,18 +77,18 @@ def judge(study: Study, records: Records) -> tuple[ClaimVerdict, ...]:
 
 
 def controls(study: Study, records: Records) -> tuple[PartVerdict, ...]:
-    """Return what came of the controls: whether something else explains the gain."""
+    """Return the controls: whether something else explains the gain."""
     return tuple(_part(study, records, part) for part in CONTROLS)
 
 
 def decide(found: Effect | None, expects: Expectation, margin: float) -> Verdict:
-    """Return what an effect decides of an expectation."""
+    """Return the verdict of an effect on an expectation."""
     if found is None:
         return "not looked at"
     known = found.estimate
     if known is None or known.low is None or known.high is None or found.left_out:
         return "undecided"
-    if not found.is_complete:  # deciding as soon as an interval looks good would be no decision
+    if not found.is_complete:  # no optional stopping
         return "undecided"
     low, high = known.low, known.high
     match expects:
@@ -104,7 +104,7 @@ def decide(found: Effect | None, expects: Expectation, margin: float) -> Verdict
 
 
 def together(parts: tuple[PartVerdict, ...]) -> Verdict:
-    """Return what the parts of a claim decide: all must hold, and one that fails is enough."""
+    """Return the verdict of all parts: all must hold, and one failure is enough."""
     verdicts = {part.verdict for part in parts}
     if verdicts == {"not looked at"}:
         return "not looked at"
@@ -114,7 +114,7 @@ def together(parts: tuple[PartVerdict, ...]) -> Verdict:
 
 
 def told(found: Effect | None) -> str:
-    """Return an effect with its interval in words, and what is to be known of its runs.
+    """Return an effect with its interval in words, with notes on its runs.
 
     >>> told(None)
     'not run yet'

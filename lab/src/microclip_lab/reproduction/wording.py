@@ -1,4 +1,4 @@
-"""How figures, effects and names of runs are put into words, on the page and in the document."""
+"""Formatting of figures, effects and run ids, for the page and the document."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NOT_YET = "not run yet"
 
 
 def named(task: str) -> str:
-    """Return what a task is called in a sentence.
+    """Return the name of a task in a sentence.
 
     >>> named("cifar10n")
     'CIFAR-10N'
@@ -32,7 +32,7 @@ def named(task: str) -> str:
 
 
 def capital(text: str) -> str:
-    """Return a text that begins a sentence.
+    """Return a text with a capital first letter.
 
     >>> capital("clean digits"), capital("CIFAR-10N")
     ('Clean digits', 'CIFAR-10N')
@@ -41,11 +41,11 @@ def capital(text: str) -> str:
 
 
 def spread(found: Estimate | None, *, sign: bool = False, places: int | None = None) -> str:
-    """Return a mean with half of its interval.
+    """Return a mean ± half of its interval.
 
     >>> spread(Estimate(95.125, 94.5, 95.75, 8)), spread(Estimate(0.5, 0.3, 0.7, 5), sign=True)
     ('95.12 ± 0.62', '+0.50 ± 0.20')
-    >>> spread(Estimate(-0.001, -0.201, 0.199, 5))  # no minus before what is 0 as printed
+    >>> spread(Estimate(-0.001, -0.201, 0.199, 5))  # no minus sign before a rounded 0
     '0.00 ± 0.20'
     """
     if found is None:
@@ -68,7 +68,7 @@ def percent(found: Estimate | None) -> str:
 
 
 def gain(found: Effect | None) -> str:
-    """Return an effect as tables have it; what diverged is said."""
+    """Return an effect for a table, with a note on divergence."""
     if found is None:
         return NOT_YET
     said = "no figure" if found.estimate is None else spread(found.estimate, sign=True, places=2)
@@ -76,7 +76,7 @@ def gain(found: Effect | None) -> str:
 
 
 def excludes_zero(found: Effect | None) -> bool:
-    """Say whether the seeds agree on the sign of an effect."""
+    """Return whether the interval of an effect excludes 0."""
     if found is None or found.estimate is None or found.left_out:
         return False
     low, high = found.estimate.low, found.estimate.high
@@ -84,7 +84,7 @@ def excludes_zero(found: Effect | None) -> bool:
 
 
 def runs(ids: Iterable[str]) -> str:
-    """Return ids of runs, those that differ only in their seed together.
+    """Return run ids, grouping those that differ only in their seed.
 
     >>> runs(["a/b4/seed200", "a/b4/seed201", "a/b4/seed202", "a/plain/0.1-seed200"])
     'a/b4/seed200…202, a/plain/0.1-seed200'
@@ -102,7 +102,7 @@ def runs(ids: Iterable[str]) -> str:
 
 
 def number(value: float | None) -> str:
-    """Return a number that someone chose, or a bound: as short as it can be.
+    """Return a number in short form.
 
     >>> number(0.001), number(None), number(12.3456)
     ('0.001', '-', '12.35')
@@ -129,5 +129,5 @@ def _ranges(seeds: list[int]) -> list[tuple[int, int]]:
 
 
 def _places(half: float) -> int:
-    """Return so many decimals that half an interval has two digits that count; two at least."""
+    """Return the decimals that give half an interval two significant digits; at least two."""
     return next((places for places in range(2, 6) if half * 10**places >= 10), 2)

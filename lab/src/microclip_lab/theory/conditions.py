@@ -1,6 +1,6 @@
 """The conditions under which the paper's theorems are stated: on epsilon, on C, and on c.
 
-What the letters mean: `symbols`. The rates themselves are next door, in `rates`.
+What the letters mean: `symbols`. The rates themselves are in `rates`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def smallest_epsilon(b: int) -> float:
 
 
 def smallest_b(epsilon: float) -> int:
-    """Return the smallest micro-batch size of which the theorem speaks at this epsilon.
+    """Return the smallest micro-batch size that the theorem covers at this epsilon.
 
     >>> smallest_b(0.2), smallest_b(0.21), smallest_b(0.6)
     (5, 4, 1)

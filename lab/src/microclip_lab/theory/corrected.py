@@ -1,4 +1,4 @@
-"""What does hold: the rates of SGD and micro-batch clipping with draggers, and their conditions.
+"""What holds: the rates of SGD and micro-batch clipping with draggers, and their conditions.
 
 All are for the paper's setting and its learning rate 1/(L sqrt T). Derivations: the page on the
 theory in the documentation. What the letters mean: `symbols`.

@@ -2,7 +2,7 @@
 
 A vector is a sequence of numbers. Write u = (1-epsilon) g + epsilon mu for the mean of a
 micro-batch gradient and Delta for what a particular one deviates from it. What the letters mean:
-`symbols`. At the end stands the lemma that our own proof uses in their place.
+`symbols`. The last lemma is the one our own proof uses instead.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ class Bound:
     """
 
     bias: float
-    """What stays however long one trains."""
+    """What stays however long you train."""
     transient: float
     """What falls with the number of steps T."""
 

@@ -1,4 +1,4 @@
-"""Training in a `World` that keeps the assumptions, beside what the theorems say of it.
+"""Simulated training in a `World` that satisfies the assumptions, compared with the theorems.
 
 Micro-batches are weighted by the very rules that training uses, from `microclip.rules`.
 """
@@ -22,11 +22,11 @@ __all__ = ["Check", "Noise", "Report", "World", "efficiency", "simulate"]
 
 @dataclass(frozen=True)
 class Check:
-    """What a theorem says of a training, and what was measured."""
+    """The bound of a theorem, and the measured value."""
 
     statement: str
     measured: float
-    error: float  # one standard error of what was measured, over the runs
+    error: float  # one standard error of the measured value, over the runs
     bound: float
 
     @property
@@ -37,10 +37,10 @@ class Check:
 
 @dataclass(frozen=True)
 class Report:
-    """A training under the theorems' assumptions, repeated."""
+    """Repeated training runs under the theorems' assumptions."""
 
     norms: Tensor  # |g_t| of every run before every step: (runs, T)
-    checks: tuple[Check, ...]  # one for each theorem that speaks of this training
+    checks: tuple[Check, ...]  # one for each theorem that applies
 
     @property
     def mean_norm(self) -> float:
@@ -142,7 +142,7 @@ def efficiency(
     found = {}
     for b in wanted:
         gain, square = torch.cat(gains[b]), torch.cat(squares[b])
-        # the square of a mean over draws is too large by the mean's own variance
+        # the square of a mean over draws is biased by the variance of the mean
         unbiased = gain.mean().square() - gain.var() / draws
         found[b] = (unbiased / square.mean()).item()
     return found

@@ -204,7 +204,7 @@ def _completed(
 ) -> tuple[Pictures, Pictures, Pictures, str]:
     """Cut missing splits from existing ones, and return a note that says so."""
     if validation is not None and test is not None:
-        return training, validation, test, "All three are folders of their own."
+        return training, validation, test, "All three have their own folder."
     if validation is not None:
         chosen, tested = set_aside(validation.labels, 0.5)
         _refuse_empty(tested, validation, "val")

@@ -251,7 +251,7 @@ class Fused(Engine):
         least = TRIES if found.by_place else first
         for tried, row in enumerate(rows[:TRIES], start=1):
             now = Randomness.now(self._devices)
-            watch = AutocastWatch({device.type for device in self._devices})
+            watch = AutocastWatch(self.model, {device.type for device in self._devices})
             with watch as autocast, HostReads() as reads:
                 batch = copied(chunk[row].batch)
                 with found.contributions.compared(order.index(row), self.parameters) as comparison:

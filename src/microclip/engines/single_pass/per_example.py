@@ -1,9 +1,9 @@
-"""Per-example gradients of a batch, from one backward pass: what others may use of this engine.
+"""Per-example gradients of a batch, from one backward pass: this engine's interface to others.
 
-`contributions_of` differentiates a batch once and hands over, parameter by parameter, what the
-gradient of each example is made of. All that can be asked of it is inner products with the same
-parameter's gradients of another batch, and its size, so no table of examples x parameters is built.
-Knows nothing of micro-batches, rules or what the products are for.
+`contributions_of` differentiates a batch once and hands over each parameter's per-example gradients
+without materializing them: they can only be multiplied with those of another batch, so no table of
+examples x parameters is built. Knows nothing about micro-batches, rules or what the products are
+for.
 """
 
 from __future__ import annotations

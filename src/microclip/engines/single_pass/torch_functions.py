@@ -100,7 +100,7 @@ def is_composite(func: Any) -> bool:
 
 @cache
 def without_dispatch(func: Any) -> Handler:
-    """Return the function as plain tensors get it; else it would call the mode again for ever."""
+    """Return the function as plain tensors get it; else it would call the mode again forever."""
     checks = [name for name in func.__globals__ if name.startswith("has_torch_function")]
     plain = dict.fromkeys(checks, lambda *tensors: False)
     copy = types.FunctionType(

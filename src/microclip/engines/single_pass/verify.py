@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.overrides import TorchFunctionMode
 
 from microclip import multitensor
 from microclip.engines.single_pass.tracker import Operation
@@ -182,22 +185,41 @@ def draws_numbers(trail: set[Any]) -> bool:
 class AutocastWatch:
     """Notices whether any module runs under autocast, which rounds gradients.
 
-    Autocast may be enabled inside loss_fn (Accelerate does so), so modules are asked.
+    Autocast may be enabled inside loss_fn (Accelerate does so), hence the hook on modules. A model
+    that is a single layer has none inside, so its functions are watched instead.
     """
 
-    def __init__(self, device_types: set[str]) -> None:
+    def __init__(self, model: nn.Module, device_types: set[str]) -> None:
         self.seen = False
         self._types = device_types
+        self._is_single_layer = next(model.children(), None) is None
 
     def __enter__(self) -> AutocastWatch:
-        self._hook = register_module_forward_pre_hook(self._ask)
+        self._stack = ExitStack()
+        self._stack.callback(register_module_forward_pre_hook(self._ask).remove)
+        if self._is_single_layer:
+            self._stack.enter_context(_FunctionWatch(self._ask))
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._hook.remove()
+        self._stack.close()
 
-    def _ask(self, module: nn.Module, inputs: object) -> None:
+    def _ask(self, *_: object) -> None:
         self.seen = self.seen or any(map(torch.is_autocast_enabled, self._types))
+
+
+class _FunctionWatch(TorchFunctionMode):
+    """Calls back before every function of torch's."""
+
+    def __init__(self, callback: Callable[[], None]) -> None:
+        super().__init__()
+        self._callback = callback
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self._callback()
+        return func(*args, **(kwargs or {}))
 
 
 def module_of(model: nn.Module, parameter: str) -> str:
