@@ -20,7 +20,8 @@ demo: .venv/.demo ## train on digits with wrong labels; ends with a page to look
 train: .venv/.lab ## train a recipe on embedded data: make train RECIPE=speech (5 minutes)
 	$(BIN)/microclip train $(RECIPE)
 
-PYTEST := $(BIN)/python -m pytest -q -n auto --maxprocesses 8
+# tests that share what several processes computed run in one worker: loadgroup
+PYTEST := $(BIN)/python -m pytest -q -n auto --maxprocesses 8 --dist loadgroup
 
 test: .venv/.dev ## run the tests, without the rest of large matrices and what is slow (6 minutes)
 	$(PYTEST)

@@ -78,7 +78,7 @@ def test_a_folder_is_learned(tmp_path):
 @pytest.mark.parametrize(
     ("splits", "sizes", "said"),
     [
-        ([("train", 10), ("val", 4), ("test", 3)], [20, 8, 6], "All three are folders"),
+        ([("train", 10), ("val", 4), ("test", 3)], [20, 8, 6], "All three have their own folder"),
         ([("train", 10), ("val", 4)], [20, 4, 4], "val/ is cut in two halves"),
         ([("train", 10), ("test", 3)], [18, 2, 6], "There is no val/"),
         ([("train", 10)], [16, 2, 2], "neither val/ nor test/"),

@@ -158,10 +158,12 @@ def test_weights_of_another_model(tmp_path):
     with pytest.raises(FileNotFoundError, match="has no model.safetensors. Give a folder"):
         train(Tiny(), training(out=tmp_path / "a", start_from=tmp_path))
     start = first.path / "checkpoints" / "step-000000002"
-    with pytest.raises(SettingError, match=r"(?s)does not fit this model: .*size mismatch for 0.weight"):
+    with pytest.raises(
+        SettingError, match=r"(?s)does not fit this model: .*size mismatch for 0.weight"
+    ):
         train(Wider(), training(out=tmp_path / "b", start_from=start))
     with pytest.raises(
-        SettingError, match=r"another model: it lacks \['0.0.weight'.*has \[.*0.bias"
+        SettingError, match=r"does not fit this model: it lacks \['0.0.weight'.*has \[.*0.bias"
     ):
         train(Longer(), training(out=tmp_path / "c", start_from=start))
 

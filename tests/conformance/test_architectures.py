@@ -26,6 +26,7 @@ def built(name):
     return case
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("name", [*WELL_KNOWN, *OTHERS])
 def test_exact_or_refused(name):
     said = architectures.check(built(name), "fused", 3)

@@ -15,6 +15,7 @@ import properties
 BY_NAME = {str(attack): attack for attack in attacks.ATTACKS}
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", BY_NAME)
 @pytest.mark.parametrize("engine", ["fused", "auto"])
 def test_exact_or_refused(name, engine):
@@ -22,6 +23,7 @@ def test_exact_or_refused(name, engine):
     assert said.startswith("exact" if engine == "auto" else ("exact", "refused")), said
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", list(BY_NAME)[::3])
 @pytest.mark.parametrize(("b", "dtype"), [(3, torch.float64), (1, torch.float32)])
 def test_exact_or_refused_at_other_sizes_and_precisions(name, b, dtype):
@@ -29,6 +31,7 @@ def test_exact_or_refused_at_other_sizes_and_precisions(name, b, dtype):
     assert said.startswith(("exact", "refused")), said
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", [str(a) for a in attacks.ATTACKS if not a.mixes][::3])
 def test_owners_alone_are_enough(name):
     """Where examples do not mix, tracking is exact without checks."""

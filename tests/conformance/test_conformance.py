@@ -1,4 +1,8 @@
-"""Every engine against the twin, every property, over rules x models x sizes x dtypes."""
+"""Every engine against the twin, every property, over rules x models x sizes x dtypes.
+
+Rules are pure functions of the norms, so the default run has two of them everywhere, one that
+streams and one that does not, and all of them on two models. The full run has every cell.
+"""
 
 import pytest
 import torch
@@ -10,6 +14,8 @@ import zoo
 from properties import RESCALING, RULES, SCALE_FREE, Cell, engines_for
 
 DTYPES = (torch.float32, torch.float64)
+EVERYWHERE = ("MinNorm()", "Median(rescale=False)")
+ALL_RULES = ("mlp", "gpt")
 
 
 def cells(models=zoo.MODELS, rules=RULES, sizes=(2,), dtypes=DTYPES, **options):
@@ -24,7 +30,16 @@ def cells(models=zoo.MODELS, rules=RULES, sizes=(2,), dtypes=DTYPES, **options):
 
 
 def over(*found):
-    return pytest.mark.parametrize("cell", [cell for some in found for cell in some], ids=str)
+    cells = [
+        pytest.param(cell, marks=[] if is_default(cell) else [pytest.mark.full], id=str(cell))
+        for some in found
+        for cell in some
+    ]
+    return pytest.mark.parametrize("cell", cells)
+
+
+def is_default(cell):
+    return cell.rule in EVERYWHERE or cell.model in ALL_RULES
 
 
 @over(

@@ -8,6 +8,7 @@ import fuzzer
 SEEDS = range(240)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("first", SEEDS[::20])
 @pytest.mark.parametrize("b", [1, 3])
 def test_exact_or_refused(first, b):
@@ -16,6 +17,7 @@ def test_exact_or_refused(first, b):
     assert any(verdict == "exact (fused)" for verdict in said.values())
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("first", SEEDS[:60:15])
 def test_auto_follows_batches_that_drift(first):
     """One clipper over six batches with different lengths, routes and branches."""

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 import faults
@@ -29,6 +30,7 @@ def torchrun(folder, *options):
     return done.stdout, torch.load(folder / "final.pt")
 
 
+@pytest.mark.full
 def test_torchrun_starts_again_from_the_checkpoint(tmp_path):
     (tmp_path / "quiet").mkdir()
     (tmp_path / "loud").mkdir()
@@ -38,6 +40,7 @@ def test_torchrun_starts_again_from_the_checkpoint(tmp_path):
     assert all(torch.equal(found[key], wanted[key]) for key in wanted)
 
 
+@pytest.mark.full
 def test_the_other_rank_ends_with_an_error(tmp_path):
     told = faults.disturb(tmp_path, 10_000, 0.05)
     assert "OutOfStepError" in told

@@ -11,7 +11,9 @@ import properties
 import reference
 from fsdp_cells import CELLS, concerns, data, domains, network
 
-WORLDS = (1, 2, 4)
+pytestmark = pytest.mark.xdist_group("fsdp")  # what all ranks found is computed once
+
+WORLDS = (pytest.param(1, marks=pytest.mark.full), 2, pytest.param(4, marks=pytest.mark.full))
 
 
 @pytest.fixture(scope="module", params=WORLDS)
@@ -98,6 +100,7 @@ def test_models_that_are_not_as_the_clipper_found_them(mistakes, name):
         assert MISUSE[name] in heard[name]
 
 
+@pytest.mark.full
 def test_no_gradient_buffer(tmp_path):
     """A second backward pass, but no second gradient: only what FSDP has in flight."""
     for buffer, plain, clipped in processes.run(fsdp_cells.memory, 2, tmp_path, 2):

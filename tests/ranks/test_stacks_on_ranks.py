@@ -9,6 +9,11 @@ import processes
 import properties
 import stack_cells as cells
 
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.xdist_group("stacks_on_ranks"),  # what all ranks found is computed once
+]
+
 WORLD = 2
 TOLERANCE = {"no": 1e-5, "bf16": 0.05, "32-true": 1e-5, "bf16-mixed": 0.05}
 

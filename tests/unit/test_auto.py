@@ -32,6 +32,7 @@ def gradient(model):
     return [p.grad for p in model.parameters()]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("model", zoo.MODELS)
 @pytest.mark.parametrize("rule", ["MinNorm()", "Median(rescale=False)"])
 def test_exact_whatever_it_chooses(model, rule):

@@ -109,6 +109,7 @@ print(faults())
         )
         return int(answer.stdout)
 
+    @pytest.mark.full
     @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="Only glibc has this setting.")
     def test_freed_memory_is_reused_unless_the_user_has_configured_malloc(self):
         assert self.faults() < 4_000

@@ -94,8 +94,7 @@ def test_no_private_name_is_imported_across_modules(folder):
     private = [
         f"{path.relative_to(ROOT)}: {module}.{name or ''}"
         for _, module, name, path in edges(folder)
-        if ((name or "").startswith("_")
-        and not (name or "").startswith("__"))
+        if ((name or "").startswith("_") and not (name or "").startswith("__"))
         or any(part.startswith("_") and part != "__init__" for part in module.split("."))
     ]
     assert private == []
