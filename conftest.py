@@ -23,9 +23,16 @@ def _calm():
 
 @pytest.hookimpl(tryfirst=True)  # before -m deselects
 def pytest_collection_modifyitems(items):
-    """Of a matrix marked `sample(n)`, leave all but every n-th case to the full run."""
+    """Of a matrix marked `sample(n)`, leave all but every n-th case to the full run.
+
+    Tests that share a fixture of their module run in one worker, so that it is made once.
+    """
     seen = Counter()
     for item in items:
+        fixtures = getattr(item, "_fixtureinfo", None)
+        shared = fixtures.name2fixturedefs.values() if fixtures else ()
+        if any(found[-1].scope in ("module", "class") for found in shared):
+            item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
         mark = item.get_closest_marker("sample")
         if mark is None:
             continue

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from microclip import rules
-from microclip.rule_names import KNOWN
+from microclip.rules import KNOWN
 from microclip_lab.training import fetch
 from microclip_lab.training.batch_rng import BatchRng
 from microclip_lab.training.components import parse_rule

@@ -143,10 +143,12 @@ class TestStudio:
             synthesis.recorded(lines, (10, 20), 0)
 
     def test_leaves_nothing_half_done(self):
-        before = sorted((cache_folder() / "speech").iterdir())
+        folder = cache_folder() / "speech"
+        folder.mkdir(parents=True, exist_ok=True)
+        before = sorted(folder.iterdir())
         with pytest.raises(SpeakingError):
             synthesis.recorded({"a": [LINE], "b": [replace(LINE, speaker="nobody")]}, (20, 20), 0)
-        assert sorted((cache_folder() / "speech").iterdir()) == before
+        assert sorted(folder.iterdir()) == before
 
     def test_another_process_may_be_faster(self, monkeypatch):
         lines = {"train-espeak": [replace(LINE, text="one two")]}

@@ -80,6 +80,7 @@ def ids_in(text: str) -> set[str]:
     }
 
 
+@pytest.mark.full
 @needs_a_browser
 @pytest.mark.parametrize(("width", "scheme"), [(1100, "light"), (390, "dark")])
 def test_the_page_begins_with_verdicts_and_names_runs_that_exist(
@@ -100,6 +101,7 @@ def test_the_page_begins_with_verdicts_and_names_runs_that_exist(
     assert len(page.query_selector_all(".plot")) == 4
 
 
+@pytest.mark.full
 @needs_a_browser
 def test_wide_tables_take_the_room_that_a_screen_has(opened, written):
     narrow, wide = opened(written, 600), opened(written, 1600)
@@ -110,6 +112,7 @@ def test_wide_tables_take_the_room_that_a_screen_has(opened, written):
         assert page.evaluate("document.documentElement.scrollWidth") <= width
 
 
+@pytest.mark.full
 @needs_a_browser
 def test_figures_can_be_chosen_and_runs_filtered(opened, written):
     page = opened(written)
@@ -130,6 +133,7 @@ def test_figures_can_be_chosen_and_runs_filtered(opened, written):
     assert len(shown) == 5
 
 
+@pytest.mark.full
 @needs_a_browser
 def test_a_page_without_records_says_what_is_missing(opened, tmp_path, study):
     page = opened(write_page(study, {}, tmp_path))
@@ -140,6 +144,7 @@ def test_a_page_without_records_says_what_is_missing(opened, tmp_path, study):
     assert "not stated" in page.inner_text("#section-table-1")  # which needs no run
 
 
+@pytest.mark.full
 @needs_a_browser
 def test_some_tasks_alone_and_shorter_ones_make_a_page(opened, tmp_path):
     quick = Study(tuple(task for task in tasks("quick") if task.name == "speech"))
@@ -148,6 +153,7 @@ def test_some_tasks_alone_and_shorter_ones_make_a_page(opened, tmp_path):
     assert "not run yet" in page.inner_text("#section-table-6").lower()
 
 
+@pytest.mark.full
 @needs_a_browser
 @pytest.mark.parametrize("seeds", [1, 2])
 def test_a_run_that_is_under_way_makes_a_page(opened, tmp_path, records, seeds):
@@ -165,6 +171,7 @@ def test_a_run_that_is_under_way_makes_a_page(opened, tmp_path, records, seeds):
     assert "b1" in shown
 
 
+@pytest.mark.full
 @needs_a_browser
 def test_data_stays_data(opened, tmp_path):
     study = plan("digits")

@@ -18,6 +18,7 @@ from rich.console import Console
 
 from microclip.report.comparison import compare
 from microclip.report.runs import read_run
+from microclip_lab.command_line import read
 from microclip_lab.jobs import subprocesses
 from microclip_lab.jobs.job_queue import JobQueue
 from microclip_lab.jobs.plan import Cell, Job
@@ -27,7 +28,6 @@ from microclip_lab.sweep import worker
 from microclip_lab.sweep.command import RUNS, run_sweep
 from microclip_lab.sweep.config import SweepConfig
 from microclip_lab.sweep.setup import ChangedError
-from microclip_lab.training.command import read
 from microclip_lab.training.config import SettingError
 
 import sweep_recipe

@@ -9,7 +9,7 @@ import pytest
 
 from microclip.cli import main
 from microclip.report.runs import read_run
-from microclip_lab.training.command import read
+from microclip_lab.command_line import read
 from microclip_lab.training.recipe_lookup import BUILT_IN, find_recipe
 
 from tiny_recipe import forget_accelerate

@@ -69,7 +69,7 @@ COMMANDS = {
     "probe": Command(
         "what each micro-batch size would do to your model",
         "microclip.probing.command:run",
-        "microclip.probing.config:ProbeConfig",
+        "microclip.probing.command:ProbeConfig",
     ),
     "report": Command(
         "a page about one run or several, with the most suspicious examples",

@@ -12,13 +12,19 @@ import torch
 from torch import Tensor, nn
 
 from microclip import checks
-from microclip.distributed.collectives import LossCommunication
 from microclip.distributed.ddp import Ddp
-from microclip.distributed.outer_wrapper import OuterWrapper, refuse_late_sharding
+from microclip.distributed.detection import LossCommunication, OuterWrapper, refuse_late_sharding
 from microclip.engines.base import Engine
-from microclip.engines.gradients import Gradients, deposit, trainable
-from microclip.engines.losses import LossFn
-from microclip.engines.select import ENGINES, SCOPES, EngineName, EngineSelector, Scope, check
+from microclip.engines.gradients import Gradients, LossFn, deposit, trainable
+from microclip.engines.select import (
+    ENGINES,
+    SCOPES,
+    EngineName,
+    EngineReport,
+    EngineSelector,
+    Scope,
+    check,
+)
 from microclip.engines.step_record import REDUCTIONS, Policy, Reduction, StepRecord
 from microclip.microbatches import (
     Domains,
@@ -29,7 +35,6 @@ from microclip.microbatches import (
     cut,
     is_empty,
 )
-from microclip.mistakes import Mistakes
 from microclip.outcome import Outcome
 from microclip.rules import NONFINITE, MinNorm, Nonfinite, Rule
 from microclip.step import Step
@@ -38,7 +43,6 @@ from microclip.wrappers import is_sharded, refuse_unsupported, world_size
 if TYPE_CHECKING:
     from microclip.distributed.fsdp import Fsdp
     from microclip.engines.single_pass.verify import Verify
-    from microclip.engines.trial import EngineReport
     from microclip.ledger import Ledger
 
 
@@ -129,7 +133,7 @@ class Clipper:
         self.ledger = ledger
         self.outcome: Outcome | None = None  # of the last finished step
         self._open: Step | None = None  # the step in progress
-        self._mistakes = Mistakes(model)
+        self._mistakes = checks.Mistakes(model)
         self._warned = False
 
     @property

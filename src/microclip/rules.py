@@ -2,7 +2,8 @@ r"""Rules: from the norms of a mini-batch's micro-batch gradients to the weight 
 
 Pure functions of a vector that know nothing of models, gradients or domains: a rule sees the norms
 of one domain. Engines call rules through `apply`, which hides the norms that do not count, so that
-every rule, custom ones included, treats the edge cases the same way.
+every rule, custom ones included, treats the edge cases the same way. `parse_rule` reads a rule that
+is written as text.
 
 ==================  ==========================================================================
 norms               what comes out, for every rule
@@ -34,6 +35,7 @@ tensor([1.3333, 1.0000, 0.6667])
 
 from __future__ import annotations
 
+import ast
 import math
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -277,6 +279,31 @@ class Automatic(Rule):
     def factor(self, norms: Tensor) -> Tensor:
         """Return the weight itself: it does not depend on the other norms."""
         return 1 / (norms + self.gamma)
+
+
+# By name, as on a command line.
+KNOWN: dict[str, type[Rule]] = {name: globals()[name] for name in __all__ if name != "Rule"}
+
+
+def parse_rule(text: str) -> Rule:
+    """Return the rule that is written like Quantile(0.25) or Median(rescale=True).
+
+    >>> parse_rule("MinNorm"), parse_rule("Quantile(0.25)"), parse_rule("Median(rescale=True)")
+    (MinNorm(), Quantile(q=0.25, rescale=False), Median(rescale=True))
+    """
+    try:
+        call = ast.parse(text.strip(), mode="eval").body
+    except SyntaxError as error:
+        raise ValueError(f"{text!r} is not a rule; write one as in Quantile(0.25).") from error
+    if isinstance(call, ast.Name):
+        call = ast.Call(call, [], [])
+    named = call.func if isinstance(call, ast.Call) else None
+    if not isinstance(call, ast.Call) or not isinstance(named, ast.Name) or named.id not in KNOWN:
+        raise ValueError(f"There is no rule {text!r}; there are {', '.join(KNOWN)}.")
+    return KNOWN[named.id](
+        *(ast.literal_eval(value) for value in call.args),
+        **{str(word.arg): ast.literal_eval(word.value) for word in call.keywords},
+    )
 
 
 @dataclass(frozen=True)

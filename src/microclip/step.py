@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from microclip.checks import check_same_parameters
 from microclip.engines.base import Engine, MismatchError
-from microclip.engines.gradients import take, trainable
-from microclip.engines.losses import LossFn, LossPerExampleError, MeansOnly
+from microclip.engines.gradients import LossFn, LossPerExampleError, MeansOnly, take, trainable
 from microclip.engines.select import EngineSelector
 from microclip.engines.step_record import Policy, StepRecord
 from microclip.engines.stream import Stream
@@ -21,7 +20,7 @@ from microclip.microbatches import Microbatch, MicrobatchList
 from microclip.multitensor import accumulation_dtype
 
 if TYPE_CHECKING:
-    from microclip.distributed.collectives import LossCommunication
+    from microclip.distributed.detection import LossCommunication
     from microclip.distributed.ranks import Ranks
 
 

@@ -10,7 +10,7 @@ from transformers.data.data_collator import default_data_collator
 from transformers.training_args import OptimizerNames
 
 from microclip import rules
-from microclip.integrations.refusals import refuse_unsupported
+from microclip.integrations.trainer_checks import refuse_unsupported
 from microclip.integrations.transformers import ClippedTrainer, ClippedTrainerMixin
 
 import properties

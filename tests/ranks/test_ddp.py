@@ -14,8 +14,6 @@ import processes
 import properties
 from ddp_cells import CELLS, data, domains
 
-pytestmark = pytest.mark.xdist_group("ddp")  # what all ranks found is computed once
-
 WORLDS = (pytest.param(1, marks=pytest.mark.full), 2, pytest.param(4, marks=pytest.mark.full))
 
 

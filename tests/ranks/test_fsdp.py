@@ -11,8 +11,6 @@ import properties
 import reference
 from fsdp_cells import CELLS, concerns, data, domains, network
 
-pytestmark = pytest.mark.xdist_group("fsdp")  # what all ranks found is computed once
-
 WORLDS = (pytest.param(1, marks=pytest.mark.full), 2, pytest.param(4, marks=pytest.mark.full))
 
 

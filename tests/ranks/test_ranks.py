@@ -8,8 +8,6 @@ import properties
 import rank_cells as cells
 import reference
 
-pytestmark = pytest.mark.xdist_group("ranks")  # what all ranks found is computed once
-
 WORLD = cells.WORLD
 
 

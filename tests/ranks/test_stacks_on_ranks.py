@@ -9,10 +9,7 @@ import processes
 import properties
 import stack_cells as cells
 
-pytestmark = [
-    pytest.mark.full,
-    pytest.mark.xdist_group("stacks_on_ranks"),  # what all ranks found is computed once
-]
+pytestmark = pytest.mark.full
 
 WORLD = 2
 TOLERANCE = {"no": 1e-5, "bf16": 0.05, "32-true": 1e-5, "bf16-mixed": 0.05}

@@ -3,7 +3,7 @@
 import torch
 
 from microclip import Ledger, Outcome
-from microclip.ledger import open_ledger, parts
+from microclip.ledger import open_ledger, storage
 
 
 def outcome(step, norms=(3.0, 4.0), ids=((0, 1), (2, 3)), domains=None, losses=True, each=True):
@@ -41,4 +41,4 @@ def record_steps(path, steps, **options):
 
 
 def parts_of(path, name="microbatches"):
-    return [(part.first, part.last) for part in parts.find(path / name)]
+    return [(part.first, part.last) for part in storage.find_parts(path / name)]

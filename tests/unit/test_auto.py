@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from microclip import Clipper, rules
-from microclip.engines import trial
+from microclip.engines import select
 
 import properties
 import reference
@@ -244,7 +244,7 @@ def test_a_rare_branch_that_cannot_be_fused_does_not_end_a_run(caplog):
 
 @pytest.mark.parametrize(("close", "rounds"), [(0.0, 3), (math.inf, 9)])
 def test_a_close_race_takes_more_rounds(monkeypatch, close, rounds):
-    monkeypatch.setattr(trial, "CLOSE", close)
+    monkeypatch.setattr(select, "CLOSE", close)
     model, calls = nn.Linear(4, 2), Hidden()  # a list would be put back
 
     def losses(x):

@@ -13,7 +13,7 @@ import microclip
 from microclip import draggers
 from microclip.draggers.statistics import LIMIT
 from microclip.ledger import Ledger, open_ledger
-from microclip.ledger.schema import write_parquet
+from microclip.ledger.tables import write_parquet
 
 from ledgers import Row, outcome, write
 

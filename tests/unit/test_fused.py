@@ -8,9 +8,8 @@ from torch.nn import functional as F
 from microclip import Clipper
 from microclip.engines.base import CannotFuseError
 from microclip.engines.single_pass import convolution
-from microclip.engines.single_pass.contributions import Materialized, MaterializedParts
+from microclip.engines.single_pass.contributions import Groups, Materialized, MaterializedParts
 from microclip.engines.single_pass.convolution import Geometry, Patches
-from microclip.engines.single_pass.groups import Groups
 from microclip.engines.single_pass.rows import EmbeddingRows, Rows, squared_norms, sum_of
 from microclip.microbatches import cut
 

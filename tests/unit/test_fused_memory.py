@@ -12,8 +12,7 @@ from torch import nn
 
 from microclip import Clipper, rules
 from microclip.engines.single_pass import rows as rows_module
-from microclip.engines.single_pass.contributions import Materialized, MaterializedParts
-from microclip.engines.single_pass.groups import Groups
+from microclip.engines.single_pass.contributions import Groups, Materialized, MaterializedParts
 from microclip.engines.single_pass.memory import Weight, choose_materialized
 from microclip.engines.single_pass.rows import Rows
 

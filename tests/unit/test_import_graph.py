@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 LIBRARY, LAB = ROOT / "src" / "microclip", ROOT / "lab" / "src" / "microclip_lab"
 
 # `microclip/__init__.py` offers everything and is imported by nobody; the command knows all.
-FRONT_DOORS = {"__init__", "__main__", "cli"}
+FRONT_DOORS = {"__init__", "__main__", "cli", "command_line", "commands"}
 
 
 def imports(path):

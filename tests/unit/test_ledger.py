@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 import microclip
 from microclip import Clipper, Ledger, Outcome
 from microclip.engines.select import ENGINES
-from microclip.ledger import open_ledger, parts, write
-from microclip.ledger.schema import SCHEMAS
+from microclip.ledger import open_ledger, storage, write
+from microclip.ledger.tables import SCHEMAS
 
 import ledger_faults
 from ledger_steps import outcome, parts_of, record_steps, steps_of, table
@@ -294,7 +294,7 @@ class TestResuming:
     def test_leftovers_of_this_rank_are_removed(self, tmp_path):
         record_steps(tmp_path, range(3))
         for rank in (0, 1):
-            leftover = tmp_path / "microbatches" / f".{parts.Part(3, rank, 5).name}.tmp"
+            leftover = tmp_path / "microbatches" / f".{storage.Part(3, rank, 5).name}.tmp"
             leftover.write_bytes(b"half of a file")
         record_steps(tmp_path, [3])
         assert [p.name[:11] for p in (tmp_path / "microbatches").glob(".*")] == [".part-00001"]
@@ -303,14 +303,14 @@ class TestResuming:
     def test_a_part_that_kept_its_old_name_is_renamed(self, tmp_path):
         record_steps(tmp_path, range(3))
         folder = tmp_path / "microbatches"
-        os.rename(folder / parts.Part(0, 0, 2).name, folder / parts.Part(0, 0, 9).name)
+        os.rename(folder / storage.Part(0, 0, 2).name, folder / storage.Part(0, 0, 9).name)
         record_steps(tmp_path, range(3, 5))
         assert parts_of(tmp_path) == [(0, 2), (3, 4)]
         assert steps_of(tmp_path) == [step for step in range(5) for _ in range(2)]
 
     def test_examples_of_an_unfinished_flush_are_ignored_and_removed(self, tmp_path):
         record_steps(tmp_path, range(6), flush_every=3)
-        os.remove(tmp_path / "microbatches" / parts.Part(3, 0, 5).name)
+        os.remove(tmp_path / "microbatches" / storage.Part(3, 0, 5).name)
         assert set(steps_of(tmp_path, "examples")) == {0, 1, 2}
         record_steps(tmp_path, [7])
         assert parts_of(tmp_path, "examples") == [(0, 2), (7, 7)]

@@ -13,7 +13,7 @@ import torch
 
 import microclip
 from microclip import Clipper, Ledger
-from microclip.ledger import open_ledger, parts
+from microclip.ledger import open_ledger, storage
 
 from ledger_steps import outcome, record_steps, steps_of
 
@@ -176,7 +176,7 @@ class TestMistakes:
     )
     def test_half_deleted(self, tmp_path, table, first, message):
         record_steps(tmp_path, range(8), flush_every=2)
-        (tmp_path / table / parts.Part(first, 0, first + 1).name).unlink()
+        (tmp_path / table / storage.Part(first, 0, first + 1).name).unlink()
         with pytest.raises(ValueError, match=message):
             open_ledger(tmp_path)
 
@@ -190,13 +190,13 @@ class TestMistakes:
     def test_the_oldest_parts_may_be_removed(self, tmp_path):
         record_steps(tmp_path, range(8), flush_every=2)
         for name in ("microbatches", "examples"):
-            (tmp_path / name / parts.Part(0, 0, 1).name).unlink()
+            (tmp_path / name / storage.Part(0, 0, 1).name).unlink()
         assert open_ledger(tmp_path).steps == range(2, 8)
 
     @pytest.mark.parametrize("length", [0, 3, 200, -20])
     def test_a_damaged_part(self, tmp_path, length):
         record_steps(tmp_path, range(2))
-        path = tmp_path / "microbatches" / parts.Part(0, 0, 1).name
+        path = tmp_path / "microbatches" / storage.Part(0, 0, 1).name
         path.write_bytes(path.read_bytes()[:length])
         with pytest.raises(ValueError, match="0001.parquet is damaged"):
             open_ledger(tmp_path)
@@ -205,7 +205,7 @@ class TestMistakes:
 
     def test_other_columns(self, tmp_path):
         record_steps(tmp_path, range(2))
-        path = tmp_path / "microbatches" / parts.Part(0, 0, 1).name
+        path = tmp_path / "microbatches" / storage.Part(0, 0, 1).name
         pq.write_table(pq.read_table(path).drop_columns(["norm"]), path)
         with pytest.raises(ValueError, match="does not have the columns of microbatches"):
             open_ledger(tmp_path)

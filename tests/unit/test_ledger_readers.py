@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from microclip import Ledger
-from microclip.ledger import open_ledger, parts, rows
+from microclip.ledger import open_ledger, storage, tables
 
 import ledger_ranks
 import processes
@@ -58,7 +58,7 @@ class TestOtherReaders:
         ledger = Ledger(tmp_path, flush_every=2)
         pattern = f"{tmp_path}/microbatches/*.parquet"
         # what a writer in the middle of a part leaves in the folder
-        (tmp_path / "microbatches" / f".{parts.Part(0, 0, 1).name}.tmp").write_bytes(b"PAR1 half")
+        (tmp_path / "microbatches" / f".{storage.Part(0, 0, 1).name}.tmp").write_bytes(b"PAR1 half")
         opened = None
         for step in range(1, 9):
             ledger.record(outcome(step - 1, domains=("de", None)))
@@ -127,13 +127,13 @@ class TestAnyIds:
             "run",
             "run/ledger",
             "run/ledger/examples",
-            f"run/ledger/examples/{parts.Part(0, 0, 0).name}",
+            f"run/ledger/examples/{storage.Part(0, 0, 0).name}",
             "run/ledger/ledger.json",
             "run/ledger/microbatches",
-            f"run/ledger/microbatches/{parts.Part(0, 0, 0).name}",
+            f"run/ledger/microbatches/{storage.Part(0, 0, 0).name}",
         ]
         # statistics would hold the longest text again, in every part
-        assert (path / "examples" / parts.Part(0, 0, 0).name).stat().st_size < 2**17
+        assert (path / "examples" / storage.Part(0, 0, 0).name).stat().st_size < 2**17
 
     def test_lone_surrogates_are_escaped(self, tmp_path):
         with Ledger(tmp_path) as ledger:
@@ -176,7 +176,7 @@ class TestAnyIds:
         assert [row["ids"][0] for row in table(open_ledger(tmp_path))] == ["0", "2", "a", "c"]
 
     def test_much_text_makes_more_parts(self, tmp_path, monkeypatch):
-        monkeypatch.setattr(rows, "TEXT_LIMIT", 100)
+        monkeypatch.setattr(tables, "TEXT_LIMIT", 100)
         with Ledger(tmp_path) as ledger:
             for step in range(8):
                 ledger.record(outcome(step, ids=(("a" * 10, "b" * 10), ("c" * 10, "d" * 10))))

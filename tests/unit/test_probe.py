@@ -16,8 +16,7 @@ import microclip
 from microclip.cli import main
 from microclip.probing import Best, ProbeEvery
 from microclip.probing.draggers import compare_draggers, cosines_to_the_rest
-from microclip.rule_names import parse_rule
-from microclip.rules import Median, MinNorm, Quantile, Unit
+from microclip.rules import Median, MinNorm, Quantile, Unit, parse_rule
 
 PNG = b"\x89PNG"
 

@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 from microclip.microbatches import cut
 from microclip.probing import gram_of
-from microclip.probing.per_example import one_by_one
+from microclip.probing.gram import one_by_one
 
 import zoo
 from per_example import losses, materialized

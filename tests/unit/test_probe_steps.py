@@ -9,8 +9,16 @@ import torch
 from microclip import Clipper
 from microclip.microbatches import cut as cut_batch
 from microclip.probing import gram_of
-from microclip.probing.efficiency import interval, simulate
-from microclip.probing.regroup import Draws, Pool, clip, cut, draws_from, weigh
+from microclip.probing.simulation import (
+    Draws,
+    Pool,
+    clip,
+    cut,
+    draws_from,
+    interval,
+    simulate,
+    weigh,
+)
 from microclip.rules import Automatic, Fixed, Mean, Median, MinNorm, Quantile, Rule, Unit, apply
 
 import zoo

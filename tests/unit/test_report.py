@@ -17,9 +17,9 @@ from microclip.report.blocks import Figure, Gallery, Table
 from microclip.report.comparison import Comparison, compare, lower_is_better, verdict
 from microclip.report.figures import histogram, thinned
 from microclip.report.page import LARGEST_PAGE, embedded, render
+from microclip.report.run_data import read_timeline
 from microclip.report.runs import read_run
 from microclip.report.statistics import Estimate, estimate, t_quantile
-from microclip.report.timeline import read_timeline
 from microclip.report.write import write_report
 
 import ledgers

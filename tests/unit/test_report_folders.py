@@ -12,9 +12,9 @@ import microclip
 from microclip.cli import main
 from microclip.report import RunFolder
 from microclip.report.blocks import Gallery, Page, Paragraph, Section
-from microclip.report.examples import read_examples
 from microclip.report.media import LARGEST_FILE, ByteBudget, LeftOutError, png
 from microclip.report.page import LARGEST_PAGE, render
+from microclip.report.run_data import read_examples
 from microclip.report.runs import RunError, read_run
 from microclip.report.write import read_findings, write_page
 

@@ -15,7 +15,7 @@ from report_runs import EXAMPLES, described, ledger, sweep
 HOSTILE = '<script>window.pwned=1</script><img src=x onerror="window.pwned=2">\'"</style>'
 LIMIT = 8_000_000
 
-pytestmark = needs_a_browser
+pytestmark = [needs_a_browser, pytest.mark.full]
 
 
 class Watched:

@@ -10,14 +10,14 @@ INSTALL = "microclip-lab"
 
 TRAIN = Command(
     "train a vision, speech or language model, or your own",
-    "microclip_lab.training.command:train",
+    "microclip_lab.command_line:train",
     resumes=True,
     needs=NEEDS,
     install=INSTALL,
 )
 SWEEP = Command(
     "compare micro-batch sizes, rules and learning rates by training them",
-    "microclip_lab.training.command:sweep",
+    "microclip_lab.command_line:sweep",
     resumes=True,
     needs=NEEDS,
     install=INSTALL,

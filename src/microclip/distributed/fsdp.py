@@ -23,8 +23,16 @@ from torch.distributed.tensor import DTensor
 from microclip import multitensor
 from microclip.distributed.ranks import Ranks
 from microclip.engines.base import Engine
-from microclip.engines.gradients import Gradients, set_aside, take, trainable
-from microclip.engines.losses import LossFn, backward, evaluate, unscale
+from microclip.engines.gradients import (
+    Gradients,
+    LossFn,
+    backward,
+    evaluate,
+    set_aside,
+    take,
+    trainable,
+    unscale,
+)
 from microclip.engines.select import Scope
 from microclip.engines.step_record import StepRecord
 from microclip.engines.stream import Stream

@@ -23,9 +23,8 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 
 from microclip import multitensor
-from microclip.engines.all_ranks import AllMicrobatches, domain_key
 from microclip.engines.gradients import Gradients
-from microclip.engines.step_record import Policy
+from microclip.engines.step_record import AllMicrobatches, Policy, domain_key
 from microclip.wrappers import is_shard
 
 BUCKET = 25 * 2**20  # bytes, as large as the buckets of DistributedDataParallel

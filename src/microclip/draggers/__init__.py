@@ -1,8 +1,7 @@
 """Finding draggers: a score for every example in a ledger, with the evidence behind it.
 
-Data flows one way: `source` (files, whole steps) -> `evidence` (what was seen of each example,
-with `statistics`) -> `scoring` (scores) -> `result` (a table) -> `export`. `trajectory` looks up
-single appearances.
+Data flows one way: `source` (files, whole steps, single appearances) -> `evidence` (what was seen
+of each example, with `statistics`) -> `scoring` (scores) -> `result` (a table, and its exports).
 """
 
 from importlib.util import find_spec
@@ -12,6 +11,6 @@ if find_spec("pyarrow") is None or find_spec("numpy") is None:
 
 from microclip.draggers.result import Draggers
 from microclip.draggers.scoring import METHODS, score
-from microclip.draggers.trajectory import trajectories
+from microclip.draggers.source import trajectories
 
 __all__ = ["METHODS", "Draggers", "score", "trajectories"]

@@ -1,21 +1,28 @@
 """Draggers: a table with a row for every example, the most suspicious first, and ways to use it.
 
-Knows nothing about how scores were computed; `export` writes the files.
+It can be written for other tools: as CSV, Parquet, a data map, or a list of ids. Knows nothing
+about how scores were computed.
 """
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.csv
+import pyarrow.parquet as pq
 
-from microclip.draggers import export
+from microclip.files import open_whole
 
-Path = str | os.PathLike[str]
+PathLike = str | os.PathLike[str]
 Id = int | str
+FORMULA = r"^[=+\-@\t\r]"
+AT_ONCE = 10_000  # rows converted to Python objects at a time
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,19 +106,19 @@ class Draggers:
             )
         return [one for one in every_id if one not in left_out]
 
-    def to_csv(self, path: Path) -> None:
+    def to_csv(self, path: PathLike) -> None:
         """Write the table as CSV.
 
         Ids and domains that begin with = + - @, a tab or a carriage return get an apostrophe in
         front, because spreadsheets would run them as formulas.
         """
-        export.csv(self.table, path)
+        _write_csv(self.table, path)
 
-    def to_parquet(self, path: Path) -> None:
+    def to_parquet(self, path: PathLike) -> None:
         """Write the table as Parquet, unchanged."""
-        export.parquet(self.table, path)
+        _write_parquet(self.table, path)
 
-    def to_cartography(self, path: Path) -> None:
+    def to_cartography(self, path: PathLike) -> None:
         """Write a data map: a JSON line per example with guid, confidence and variability.
 
         Confidence is the mean over appearances of exp(-loss), which for cross-entropy is the
@@ -124,11 +131,11 @@ class Draggers:
                 f"{'none' if self.losses == 'none' else 'losses of micro-batches only'}. Let "
                 "loss_fn return one loss per example, not their mean."
             )
-        export.cartography(self.table, self.confidence, path)
+        _write_cartography(self.table, self.confidence, path)
 
     def to_pruned_ids(
         self,
-        path: Path,
+        path: PathLike,
         *,
         fraction: float | None = None,
         n: int | None = None,
@@ -140,7 +147,7 @@ class Draggers:
         A JSON list if the file name ends in .json, else one id per line.
         """
         kept = self.kept_ids(fraction=fraction, n=n, threshold=threshold, all_ids=all_ids)
-        export.ids(kept, path)
+        _write_ids(kept, path)
 
     def _count(self, fraction: float | None, n: int | None, threshold: float | None) -> int:
         given = {"fraction": fraction, "n": n, "threshold": threshold}
@@ -164,3 +171,67 @@ class Draggers:
                 f"score, but got {n!r}."
             )
         return n
+
+
+def _write_csv(table: pa.Table, path: PathLike) -> None:
+    """Write a table as CSV that is safe to open in a spreadsheet."""
+    with open_whole(path) as file:
+        pyarrow.csv.write_csv(without_formulas(table), file)
+
+
+def without_formulas(table: pa.Table) -> pa.Table:
+    """Put an apostrophe before every text that a spreadsheet would run as a formula."""
+    for place, field in enumerate(table.schema):
+        if pa.types.is_string(field.type) or pa.types.is_large_string(field.type):
+            table = table.set_column(place, field.name, _quoted(table[field.name]))
+    return table
+
+
+def _quoted(texts: pa.ChunkedArray) -> pa.ChunkedArray:
+    quoted = pc.binary_join_element_wise(
+        pa.scalar("'", texts.type), texts, pa.scalar("", texts.type)
+    )
+    return pc.if_else(pc.match_substring_regex(texts, FORMULA), quoted, texts)
+
+
+def _write_parquet(table: pa.Table, path: PathLike) -> None:
+    """Write a table as Parquet."""
+    with open_whole(path) as file:
+        pq.write_table(table, file)
+
+
+def _write_cartography(table: pa.Table, confidence: pa.Table, path: PathLike) -> None:
+    """Write a data map as JSON lines, in the order of the table."""
+    with open_whole(path) as file:
+        for start in range(0, len(table), AT_ONCE):
+            rows = zip(
+                table["id"].slice(start, AT_ONCE).to_pylist(),
+                confidence["confidence"].slice(start, AT_ONCE).to_pylist(),
+                confidence["variability"].slice(start, AT_ONCE).to_pylist(),
+                table["appearances"].slice(start, AT_ONCE).to_pylist(),
+                strict=True,
+            )
+            for guid, mean, deviation, appearances in rows:
+                line = {
+                    "guid": guid,
+                    "confidence": mean,
+                    "variability": deviation,
+                    "appearances": appearances,
+                }
+                file.write(f"{json.dumps(line)}\n".encode())
+
+
+def _write_ids(kept: Sequence[int | str], path: PathLike) -> None:
+    """Write ids as a JSON list if the file name ends in .json, else one per line."""
+    if Path(path).suffix == ".json":
+        with open_whole(path) as file:
+            file.write(json.dumps(list(kept)).encode())
+        return
+    for one in kept:
+        if isinstance(one, str) and one.splitlines() != [one]:
+            raise ValueError(
+                f"The id {one[:50]!r} does not fit on a single line. Write the ids to a file whose "
+                "name ends in .json instead."
+            )
+    with open_whole(path) as file:
+        file.writelines(f"{one}\n".encode() for one in kept)

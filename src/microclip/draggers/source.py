@@ -1,7 +1,8 @@
 """Reading a ledger for scoring: its files by rank, whole steps over all ranks, numbered ids.
 
 Anything relative to a step (a median, a share) needs all rows of that step at once, from every
-rank, and nothing more. Knows nothing about what the rows are used for.
+rank, and nothing more. `trajectories` looks up every single appearance of a few examples, with the
+norm, weight and loss recorded for it. Knows nothing about scores.
 """
 
 from __future__ import annotations
@@ -18,12 +19,17 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from microclip.draggers.statistics import Numbers
+from microclip.draggers.statistics import Numbers, excess_losses, log_norms
 from microclip.ledger import Ledger, Record, open_ledger
-from microclip.ledger.parts import NAME, damaged, read
-from microclip.ledger.schema import EXAMPLES, MICROBATCHES
+from microclip.ledger.storage import PART_NAME, damaged_error, read_part
+from microclip.ledger.tables import EXAMPLES, MICROBATCHES
 
 ROWS = 200_000  # about how many rows are held in memory and yielded at once
+
+# What is looked up about single appearances.
+MICROBATCH_COLUMNS = ("step", "rank", "microbatch", "ids", "norm", "weight", "domain")
+EXAMPLE_COLUMNS = ("step", "rank", "microbatch", "id", "loss")
+PLACE = ["step", "rank", "microbatch", "id"]
 
 LedgerLike = str | os.PathLike[str] | Ledger | Record
 Parts = dict[int, Sequence[Path]]  # the files of each rank, in the order of their steps
@@ -73,7 +79,7 @@ class Source:
 
 
 def _has_values(file: Path) -> bool:
-    column = read(file, ["loss"])["loss"]
+    column = read_part(file, ["loss"])["loss"]
     return bool(column.null_count < len(column))
 
 
@@ -84,7 +90,7 @@ def _by_rank(record: Record, table: str) -> Parts:
     except FileNotFoundError as error:
         raise _removed(Path(str(error))) from error
     for name in names:
-        match = NAME.fullmatch(Path(name).name)
+        match = PART_NAME.fullmatch(Path(name).name)
         assert match is not None
         files.setdefault(int(match[1]), []).append(Path(name))
     return dict(files)
@@ -152,7 +158,7 @@ class _RankReader:
             except FileNotFoundError as error:
                 raise _removed(part) from error
             except (pa.ArrowInvalid, OSError) as error:
-                raise damaged(part, error) from error
+                raise damaged_error(part, error) from error
 
 
 def _removed(part: Path) -> FileNotFoundError:
@@ -218,3 +224,61 @@ class IdIndex:
             found = pc.index_in(ids, value_set=self._known)
         numbers: Numbers = found.to_numpy(zero_copy_only=False).astype(np.int64)
         return numbers
+
+
+def trajectories(ledger: LedgerLike, ids: Sequence[int | str]) -> pa.Table:
+    """Return every appearance of some examples, in step order.
+
+    Args:
+        ledger: The folder of a ledger, a `microclip.Ledger`, or the result of `open_ledger`.
+        ids: Which examples, for instance `draggers.ids(n=20)`.
+
+    The columns are step, rank, microbatch and id; norm and weight of the micro-batch, and log_norm
+    relative to the median of step and domain; loss and excess_loss (above the step's median) of
+    the example itself, null if the ledger has no loss per example.
+    """
+    source = Source.open(ledger)
+    wanted = pa.array(ids, pa.int64() if source.integers else pa.string())
+    tables = [
+        _norms(table, wanted) for table in whole_steps(source.microbatches, MICROBATCH_COLUMNS)
+    ]
+    found = pa.concat_tables(tables)
+    if missing := set(wanted.to_pylist()).difference(found["id"].to_pylist()):
+        some = ", ".join(repr(one) for one in sorted(missing)[:3])
+        raise ValueError(
+            f"{len(missing)} of the {len(wanted)} ids are not in the ledger {source.path}, for "
+            f"instance {some}."
+        )
+    if source.examples:
+        parts = [_losses(table, wanted) for table in whole_steps(source.examples, EXAMPLE_COLUMNS)]
+        found = found.join(pa.concat_tables(parts), PLACE, join_type="left outer")
+    else:
+        nothing = pa.nulls(len(found), pa.float64())
+        found = found.append_column("loss", nothing).append_column("excess_loss", nothing)
+    return found.sort_by([(name, "ascending") for name in PLACE])
+
+
+def _norms(table: pa.Table, wanted: pa.Array) -> pa.Table:
+    names, sizes = members(table)
+    names = names.cast(wanted.type)
+    coded = column(table, "domain").dictionary_encode(null_encoding="encode")
+    groups = step_groups(table, coded.indices.to_numpy().astype(np.int64))
+    relative = log_norms(table["norm"].to_numpy(), groups)
+    rows = pa.array(np.repeat(np.arange(len(table)), sizes))
+    chosen = pc.is_in(names, value_set=wanted)
+    rows = rows.filter(chosen)
+    return (
+        table.append_column("log_norm", pa.array(relative, from_pandas=True))
+        .drop_columns(["ids", "domain"])
+        .take(rows)
+        .add_column(3, "id", names.filter(chosen))
+    )
+
+
+def _losses(table: pa.Table, wanted: pa.Array) -> pa.Table:
+    losses = table["loss"].to_numpy().astype(np.float64)
+    excess = excess_losses(losses, step_groups(table, np.zeros(len(table), dtype=np.int64)))
+    names = column(table, "id").cast(wanted.type)
+    kept = table.set_column(3, "id", names).set_column(4, "loss", pa.array(losses))
+    kept = kept.append_column("excess_loss", pa.array(excess, from_pandas=True))
+    return kept.filter(pc.is_in(names, value_set=wanted))

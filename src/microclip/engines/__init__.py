@@ -2,5 +2,5 @@
 
 An engine never changes the result, only its cost. It is made for one step, takes micro-batches
 with `fold` and returns the gradient with `finish`. Engines know other ranks only through the norms
-in `all_ranks`, and import nothing from `microclip.distributed`.
+in `step_record`, and import nothing from `microclip.distributed`.
 """

@@ -8,8 +8,7 @@ from typing import ClassVar, Protocol
 from torch import nn
 from torch.amp import GradScaler
 
-from microclip.engines.gradients import Gradients
-from microclip.engines.losses import LossFn
+from microclip.engines.gradients import Gradients, LossFn
 from microclip.engines.snapshot import Memory
 from microclip.engines.step_record import StepRecord
 from microclip.microbatches import MicrobatchList

@@ -1,7 +1,17 @@
-"""The streaming engine: one backward pass per micro-batch, one accumulator, no stored gradients."""
+"""The streaming engine: one backward pass per micro-batch, one accumulator, no stored gradients.
+
+`Sums` adds gradients up before their weights are known. It relies on an identity:
+sum_j (rho/|g_j|) g_j = rho * sum_j g_j/|g_j|. What depends on all norms is a common factor,
+multiplied in at the end. Sums are kept relative to a reference, the first micro-batch whose factor
+is not 0 (it enters unscaled, the others as multiples of its weight), so that a single micro-batch
+comes out bit for bit and no intermediate value leaves the range of the gradients. A reference near
+the ends of that range is scaled by a power of two.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -9,10 +19,23 @@ from torch import Tensor
 
 from microclip import multitensor
 from microclip.engines.base import Engine
-from microclip.engines.gradients import Gradients, add_multiple, set_aside, take, watching_hooks
-from microclip.engines.losses import LossFn, OutsideParameterCheck, backward, evaluate, unscale
-from microclip.engines.sums import Sums
+from microclip.engines.gradients import (
+    Gradients,
+    LossFn,
+    OutsideParameterCheck,
+    add_multiple,
+    backward,
+    evaluate,
+    set_aside,
+    take,
+    unscale,
+    watching_hooks,
+)
+from microclip.engines.step_record import StepRecord
 from microclip.microbatches import Microbatch, MicrobatchList
+from microclip.rules import check_agreement, countable, factors
+
+ORDINARY = (1e-20, 1e20)  # norms whose sums neither overflow nor lose digits
 
 
 class Stream(Engine):
@@ -71,3 +94,120 @@ def _blank_if_nonfinite(gradients: Gradients, norm: Tensor) -> None:
         return
     for gradient in gradients.values():
         gradient.masked_fill_(~norm.isfinite(), 0.0)
+
+
+class Sum:
+    """sum_j (share_j / share_1) g_j over one domain, where 1 is the reference."""
+
+    def __init__(self) -> None:
+        self.gradients: Gradients = {}
+        self._reference: Tensor | None = None  # its share; NaN or None: there is none yet
+        self.scale = 1.0  # the factor of the reference
+
+    def multiples(self, shares: Tensor, norms: Tensor) -> Tensor:
+        """Return the factors of the next gradients, from their shares: a scalar or a vector.
+
+        A share of NaN marks a gradient that is zero (any factor will do) or not finite (blanked,
+        or about to make everything NaN): the factor may be anything but 0. Before there is a
+        reference, shares are NaN or 0.
+        """
+        if shares.dim() == 0 and multitensor.on_host(shares):
+            return self._multiple(shares, norms)
+        first = _reference_among(shares)
+        if self._reference is not None:
+            first = torch.where(self._reference.isnan(), first, self._reference)
+        if self._reference is None and multitensor.on_host(shares):
+            self.scale = _scale(_reference_among(torch.where(shares > 0, norms, torch.nan)).item())
+        self._reference = first
+        before = torch.where(shares == 0, 0.0, 1.0)
+        found = torch.where(first.isnan(), before, (shares / first).nan_to_num(nan=0.0))
+        return found if self.scale == 1 else found * self.scale
+
+    def _multiple(self, share: Tensor, norm: Tensor) -> Tensor:
+        """Return the factor for one share on the host, with plain numbers, which is faster."""
+        value = share.item()
+        if math.isnan(value):
+            return (
+                torch.zeros_like(share) if self._reference is not None else torch.ones_like(share)
+            )
+        if self._reference is None and value:
+            self._reference = share
+            self.scale = _scale(norm.item())
+        if self._reference is None:
+            return share
+        return share / self._reference if self.scale == 1 else share / self._reference * self.scale
+
+
+class Sums:
+    """One sum per domain until all its norms are known; then it is added to the others."""
+
+    def __init__(self, record: StepRecord) -> None:
+        self._record = record
+        self._streams = record.policy.rule.streams
+        self._open: dict[Hashable, Sum] = {}
+        self._closed: Gradients = {}
+
+    def of(self, domain: Hashable) -> Sum:
+        """Return the sum of a domain."""
+        return self._open.setdefault(domain, Sum())
+
+    def shares(self, norms: Tensor, sizes: Tensor | int) -> Tensor:
+        """Return size x weight of micro-batches, up to a common factor."""
+        return sizes * self._factors(norms)
+
+    def _factors(self, norms: Tensor) -> Tensor:
+        if self._streams:
+            return factors(self._record.policy.rule, norms)
+        # a rule that does not stream gets here only with a single micro-batch: any factor will do
+        return torch.where(countable(norms).isnan(), torch.nan, 1.0)
+
+    @torch.no_grad()
+    def close(self, domain: Hashable) -> None:
+        """Apply the common factor of a domain, if all its norms are known, and free its sum."""
+        if self._record.waits:
+            return
+        multiplier = self._multiplier(domain)
+        add_multiple(self._closed, self._open.pop(domain).gradients, multiplier)
+
+    @torch.no_grad()
+    def finish(self) -> Gradients:
+        """Return sum_j coefficient_j g_j."""
+        self._record.leave_out()
+        divisor = self._record.divisor()
+        domain, last = next(reversed(self._open.items()))
+        multiplier = self._multiplier(domain)
+        del self._open[domain]
+        for other in list(self._open):
+            self.close(other)
+        multitensor.multiply_(list(last.gradients.values()), multiplier / divisor)
+        # with one domain nothing was closed before, and one multiplication is all there is
+        add_multiple(last.gradients, self._closed, 1 / divisor)
+        return last.gradients
+
+    def _multiplier(self, domain: Hashable) -> Tensor:
+        """Return weight x size of the domain's reference (0: nothing counts)."""
+        weights, norms = self._record.weigh(domain).weights, self._record.norms(domain)
+        if self._streams:
+            check_agreement(self._record.policy.rule, norms, weights)
+        shares = weights * self._record.sizes(domain)
+        return shares.gather(0, _first(self._factors(norms))).squeeze(0) / self._open[domain].scale
+
+
+def _scale(norm: float) -> float:
+    """Return a power of two that brings a norm into the middle of the range of float32."""
+    if not 0 < norm < math.inf or ORDINARY[0] < norm < ORDINARY[1]:
+        return 1.0
+    return 2.0 ** -round(math.log2(norm))
+
+
+def _reference_among(shares: Tensor) -> Tensor:
+    """Return the first share that can serve as the reference; NaN if there is none."""
+    if shares.dim() == 0:
+        return torch.where(shares == 0, torch.nan, shares)
+    found = shares.gather(0, _first(shares)).squeeze(0)
+    return torch.where(found == 0, torch.nan, found)
+
+
+def _first(shares: Tensor) -> Tensor:
+    """Return the index of the first share that is neither NaN nor 0, without reading any."""
+    return (~shares.isnan() & (shares != 0)).int().argmax(0, keepdim=True)

@@ -25,12 +25,16 @@ from microclip import multitensor
 from microclip.engines.base import Engine
 from microclip.engines.gradients import (
     Gradients,
+    LossFn,
+    OutsideParameterCheck,
     TakenGradientError,
     add_multiple,
+    backward,
+    evaluate,
     set_aside,
     take,
+    unscale,
 )
-from microclip.engines.losses import LossFn, OutsideParameterCheck, backward, evaluate, unscale
 from microclip.engines.randomness import Randomness, RandomState
 from microclip.engines.snapshot import Snapshot
 from microclip.microbatches import Microbatch, MicrobatchList

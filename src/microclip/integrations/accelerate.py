@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from microclip.clipper import Clipper
 from microclip.distributed.ddp import Ddp
-from microclip.engines.losses import LossFn
+from microclip.engines.gradients import LossFn
 from microclip.integrations.metrics import metrics
 from microclip.microbatches import Domains, Ids
 from microclip.outcome import Outcome

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from microclip.engines.dropout import DropoutDisabled
+from microclip.engines.randomness import DropoutDisabled
 from microclip.integrations.denominators import (
     MAX_CLASSES,
     REMEDY,
@@ -34,7 +34,7 @@ from microclip.integrations.denominators import (
     token_labels,
 )
 from microclip.integrations.example_losses import IGNORE_INDEX
-from microclip.integrations.loss_check import (
+from microclip.integrations.trainer_checks import (
     DryRun,
     LossAndGradient,
     gradients_agree,

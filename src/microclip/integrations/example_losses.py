@@ -2,8 +2,8 @@
 
 A single pass needs one loss per example. For classifiers, language models and CTC these follow
 from the logits. They are used only if the loss is transformers' own, and only if their mean has
-the value and the gradient of the Trainer's loss (`loss_check`): compared on the first batch, the
-2nd, 4th, 8th ... and whenever model, settings or inputs change. All other losses are streamed.
+the value and the gradient of the Trainer's loss (`trainer_checks`): compared on the first batch,
+the 2nd, 4th, 8th ... and whenever model, settings or inputs change. All other losses are streamed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from microclip.integrations.loss_check import DryRun, loss_fingerprint, why_not_stock_loss
+from microclip.integrations.trainer_checks import DryRun, loss_fingerprint, why_not_stock_loss
 from microclip.microbatches import Domains, cut
 
 IGNORE_INDEX = -100  # labels that transformers' losses leave out

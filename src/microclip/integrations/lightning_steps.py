@@ -21,7 +21,7 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 
-from microclip import mistakes
+from microclip.checks import watch_for_time_first
 from microclip.clipper import Clipper
 from microclip.engines.gradients import set_aside, trainable
 from microclip.microbatches import Ids, count_examples, cut
@@ -228,9 +228,7 @@ class ClippedSteps:
         if self._layout_checked:
             return nullcontext()
         self._layout_checked = True
-        return mistakes.watch_for_time_first(
-            self._trainer.lightning_module, {piece.size}, self._warn
-        )
+        return watch_for_time_first(self._trainer.lightning_module, {piece.size}, self._warn)
 
     def _warn(self, message: str) -> None:
         if message[:20] not in self._warned:

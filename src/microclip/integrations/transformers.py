@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
 from microclip.clipper import Clipper
-from microclip.engines.losses import LossFn, backward
+from microclip.engines.gradients import LossFn, backward
 from microclip.engines.select import EngineName, Scope
 from microclip.integrations.metrics import metrics
 from microclip.microbatches import check_size, count_examples
@@ -56,7 +56,7 @@ from microclip.integrations.example_losses import (
     may_lack_labels,
     zero_if_no_labels,
 )
-from microclip.integrations.refusals import (
+from microclip.integrations.trainer_checks import (
     RequireClipped,
     check_base_classes,
     not_examples_message,

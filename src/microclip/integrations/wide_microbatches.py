@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from microclip.clipper import Clipper
-from microclip.engines.losses import backward
+from microclip.engines.gradients import backward
 from microclip.integrations.denominator_finder import DenominatorFinder, weights_agree
 from microclip.integrations.denominators import REMEDY
 from microclip.microbatches import Ids, Microbatch, count_examples

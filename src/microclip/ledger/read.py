@@ -19,9 +19,9 @@ import pyarrow.compute as pc
 import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 
-from microclip.ledger import manifest, parts
-from microclip.ledger.parts import Part
-from microclip.ledger.schema import (
+from microclip.ledger import storage
+from microclip.ledger.storage import Part
+from microclip.ledger.tables import (
     AFTER,
     EXAMPLES,
     IDS,
@@ -40,7 +40,7 @@ def open_ledger(path: str | os.PathLike[str]) -> Record:
     """Open a ledger for reading, as it is now, after checking that it is complete."""
     folder = Path(path)
     _expect_ledger(folder)
-    content = manifest.read(folder)
+    content = storage.read_manifest(folder)
     for _ in range(5):
         try:
             return Record(folder, content)
@@ -76,7 +76,7 @@ class Record:
         self.path = path
         self.manifest = content
         # In this order: once the micro-batches of a part are there, its examples are too.
-        self._parts = {table: parts.find(path / table) for table in TABLES}
+        self._parts = {table: storage.find_parts(path / table) for table in TABLES}
         if not self._parts[MICROBATCHES]:
             _raise_empty(path, self._parts[EXAMPLES])
         footers = {part: self._footer(part) for part in self._parts[MICROBATCHES]}
@@ -156,7 +156,7 @@ class Record:
                             batch = batch.filter(pc.less_equal(batch["step"], last))
                         yield self._with_ids(batch.select(columns))
                 except (pa.ArrowInvalid, OSError) as error:
-                    raise parts.damaged(self.path / table / part.name, error) from error
+                    raise storage.damaged_error(self.path / table / part.name, error) from error
 
     def _with_ids(self, batch: pa.RecordBatch) -> pa.RecordBatch:
         wanted = INTEGER_IDS if self.ids_are_integers else {}
@@ -177,8 +177,8 @@ class Record:
                 str(path),
             ) from error
         except (pa.ArrowInvalid, OSError) as error:
-            raise parts.damaged(path, error) from error
-        parts.check_columns(path, table, file.schema_arrow)
+            raise storage.damaged_error(path, error) from error
+        storage.check_columns(path, table, file.schema_arrow)
         return file
 
     def _footer(self, part: Part) -> Footer:
@@ -195,14 +195,14 @@ class Record:
                 after = metadata[part].get(AFTER, b"").decode()
                 if after != str(self._last_steps[before.place]):
                     gap = f"what rank {rank} recorded between {before.name} and {part.name}"
-                    raise manifest.deleted(self.path, gap)
+                    raise storage.deleted_error(self.path, gap)
         there = {part.place: part for part in self._parts[EXAMPLES]}
         matching = []
         for part in self._parts[MICROBATCHES]:
             if part.place in there:
                 matching.append(there[part.place])
             elif metadata[part].get(WITH_EXAMPLES) == b"yes":
-                raise manifest.deleted(self.path, f"{EXAMPLES}/{part.name}")
+                raise storage.deleted_error(self.path, f"{EXAMPLES}/{part.name}")
         self._parts[EXAMPLES] = matching  # others belong to an unfinished flush
 
 
@@ -214,17 +214,17 @@ def _expect_ledger(folder: Path) -> None:
         )
     if not folder.is_dir():
         raise NotADirectoryError(f"A ledger is a folder, but {folder} is a file.")
-    if not (folder / manifest.NAME).exists():
-        manifest.expect_no_remains(folder)
+    if not (folder / storage.MANIFEST).exists():
+        storage.expect_no_remains(folder)
         raise ValueError(
-            f"{folder} is not a ledger: it has no {manifest.NAME}. Pass the same folder as to "
+            f"{folder} is not a ledger: it has no {storage.MANIFEST}. Pass the same folder as to "
             "Ledger(...)."
         )
 
 
 def _raise_empty(path: Path, examples: list[Part]) -> None:
     if len(examples) > len({part.rank for part in examples}):  # more than one unfinished flush
-        raise manifest.deleted(path, MICROBATCHES)
+        raise storage.deleted_error(path, MICROBATCHES)
     raise ValueError(
         f"The ledger {path} is empty: no step has been written yet. Steps are written by a flush: "
         "every flush_every steps, with Clipper.state_dict(), and at the end."

@@ -20,10 +20,16 @@ from typing import Any, Self
 import pyarrow as pa
 from torch import distributed as dist
 
-from microclip.ledger import manifest, parts
-from microclip.ledger.parts import Part
-from microclip.ledger.rows import TooMuchTextError, tables
-from microclip.ledger.schema import EXAMPLES, MICROBATCHES, TABLES, with_metadata
+from microclip.ledger import storage
+from microclip.ledger.storage import Part
+from microclip.ledger.tables import (
+    EXAMPLES,
+    MICROBATCHES,
+    TABLES,
+    TooMuchTextError,
+    tables,
+    with_metadata,
+)
 from microclip.outcome import Outcome
 
 ROWS = 2**18  # buffered micro-batches and examples that force a flush, whatever flush_every says
@@ -99,8 +105,8 @@ class Ledger:
     ) -> None:
         self._options = Options(flush_every, flush_seconds, every, keep_steps, examples)
         self.path = Path(path)
-        manifest.create(self.path, asdict(self._options))
-        manifest.read(self.path)
+        storage.create_ledger(self.path, asdict(self._options))
+        storage.read_manifest(self.path)
         self._writers: dict[int, _RankWriter] = {}
         self._rank: int | None = None  # of this process; known once something is recorded
         self._process = os.getpid()
@@ -158,8 +164,8 @@ class Ledger:
         """Remove rows from this step on of ranks that no longer exist, now there are fewer."""
         for table in TABLES:
             folder = self.path / table
-            for rank in {part.rank for part in parts.find(folder) if part.rank >= world}:
-                parts.cut_back(folder, rank, step)
+            for rank in {part.rank for part in storage.find_parts(folder) if part.rank >= world}:
+                storage.cut_back(folder, rank, step)
 
 
 class _RankWriter:
@@ -177,10 +183,10 @@ class _RankWriter:
         self._torn = False  # whether a flush failed and may have written only one table
         self._resumed = True  # nothing has been recorded by this writer yet
         for folder in self._folders.values():
-            parts.remove_leftovers(folder, rank)
-        self._last = self._written = parts.last_step(self._folders[MICROBATCHES], rank)
+            storage.remove_leftovers(folder, rank)
+        self._last = self._written = storage.last_step(self._folders[MICROBATCHES], rank)
         # examples without their micro-batches belong to an unfinished flush
-        parts.cut_back(self._folders[EXAMPLES], rank, self._written + 1)
+        storage.cut_back(self._folders[EXAMPLES], rank, self._written + 1)
 
     def add(self, outcome: Outcome) -> None:
         step = outcome.step
@@ -223,7 +229,7 @@ class _RankWriter:
 
     def _cut_back(self, step: int) -> None:
         for table in TABLES:  # micro-batches first: without them, examples are ignored
-            parts.cut_back(self._folders[table], self._rank, step)
+            storage.cut_back(self._folders[table], self._rank, step)
         self._written = min(self._written, step - 1)
 
     def flush(self) -> None:
@@ -265,14 +271,14 @@ class _RankWriter:
         if table == EXAMPLES:  # not every step has them
             steps = rows["step"]
             part = Part(part.first, part.rank, steps[-1].as_py())
-        parts.write(self._folders[table], part, rows)
+        storage.write_part(self._folders[table], part, rows)
 
     def _remove_old_steps(self) -> None:
         if self._options.keep_steps is None:
             return
         oldest = self._last - self._options.keep_steps + 1
         for folder in self._folders.values():
-            for part in parts.find(folder, self._rank):
+            for part in storage.find_parts(folder, self._rank):
                 if part.last < oldest:
                     (folder / part.name).unlink(missing_ok=True)
 

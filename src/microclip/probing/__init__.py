@@ -1,20 +1,19 @@
 """Which micro-batch size, and why: a look at the per-example gradients at one point of training.
 
-`gram` computes the inner products of all examples' gradients (with `per_example` for models that a
-single pass cannot follow), `regroup` draws random steps and says what any size and rule would make
-of them, `efficiency` how good those steps are, `draggers` how labeled examples differ. `run_probe`
-ties them together, `result` and `plot` show what came out, and `callback` repeats it in training.
+`gram` computes the inner products of all examples' gradients, `simulation` draws random steps from
+them and says what any size and rule would make of them and how good those steps are, `draggers` how
+labeled examples differ. `run_probe` ties them together, once or repeatedly in training; `result`
+and `plot` show what came out, and `command` is `microclip probe`.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from microclip.probing.callback import Moment, ProbeEvery
     from microclip.probing.draggers import Draggers, Estimate
     from microclip.probing.gram import Gram, gram_of
     from microclip.probing.result import Best, Probe, Row
-    from microclip.probing.run_probe import probe
+    from microclip.probing.run_probe import Moment, ProbeEvery, probe
 
 __all__ = [
     "Best",
@@ -35,9 +34,9 @@ _MODULES = {
     "Draggers": "draggers",
     "Estimate": "draggers",
     "Gram": "gram",
-    "Moment": "callback",
+    "Moment": "run_probe",
     "Probe": "result",
-    "ProbeEvery": "callback",
+    "ProbeEvery": "run_probe",
     "Row": "result",
     "gram_of": "gram",
     "probe": "run_probe",

@@ -1,13 +1,15 @@
 """The Gram matrix of per-example gradients: G[i, k] = <g_i, g_k>, over one or several batches.
 
 It holds everything there is to know about any grouping of these examples. It is accumulated
-parameter by parameter, in float64, and no table of examples x parameters is built. Knows nothing
-about rules, micro-batches or what the matrix is for.
+parameter by parameter, in float64, and no table of examples x parameters is built. Models that a
+single pass cannot follow are differentiated one example at a time, for as many parameters at once
+as fit; losses that depend on the rest of their batch are refused, since such examples have no
+gradient of their own. Knows nothing about rules, micro-batches or what the matrix is for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,26 +19,19 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from microclip import multitensor
 from microclip.engines.base import CannotFuseError
-from microclip.engines.dropout import DropoutDisabled
-from microclip.engines.gradients import trainable
-from microclip.engines.losses import LossFn
-from microclip.engines.randomness import RandomState
+from microclip.engines.gradients import LossFn, call, trainable
+from microclip.engines.randomness import DropoutDisabled, RandomState
 from microclip.engines.single_pass import PerExampleGradients, contributions_of, free_memory
 from microclip.engines.snapshot import undisturbed
 from microclip.microbatches import count_examples, cut
-from microclip.probing.per_example import (
-    Parameters,
-    clear,
-    losses_of,
-    one_by_one,
-    refuse_mixing,
-)
 from microclip.wrappers import ddp_wrappers, is_sharded
 
 LARGEST = 8192  # examples: beyond it the matrix itself takes more than half a gigabyte
 BLOCK_BYTES = 2**24  # of gradients materialized at once; larger blocks are no faster
 TRIED = 3  # examples
 TOLERANCE, TOLERANCE_IN_HALF = 0.01, 0.05  # of the largest inner product
+Parameters = dict[str, nn.Parameter]
+MIXING = 0.02  # of the largest loss; less than that is rounding
 
 
 @dataclass(frozen=True, eq=False)
@@ -271,3 +266,88 @@ def _refuse_nonfinite(matrix: Tensor, sizes: tuple[int, ...]) -> None:
         f"The gradients of {len(bad)} of {len(matrix)} examples are not finite: "
         f"{', '.join(places)}{more}. Check these examples, or leave them out."
     )
+
+
+def losses_of(loss_fn: LossFn, batch: Any, examples: int) -> Tensor:
+    """Return one loss per example, or say that there must be one."""
+    losses = call(loss_fn, batch, examples)
+    if losses.shape != (examples,):
+        raise ValueError(
+            f"The probe needs one loss per example, but for {examples} examples loss_fn returned "
+            f"a tensor of shape {tuple(losses.shape)}. Return the unreduced losses, as with "
+            'reduction="none".'
+        )
+    return losses
+
+
+def refuse_mixing(
+    loss_fn: LossFn, batch: Any, size: int, before: RandomState, devices: set[torch.device]
+) -> None:
+    """Refuse losses that depend on the other examples of the batch.
+
+    Args:
+        loss_fn: Returns one loss per example.
+        batch: A few examples.
+        size: How many.
+        before: The state of the random generators, to go back to.
+        devices: Where parameters are.
+    """
+    with torch.enable_grad():
+        together = losses_of(loss_fn, batch, size).detach()
+        alone = torch.cat([losses_of(loss_fn, part.batch, 1).detach() for part in cut(batch, 1)])
+    if not RandomState.now(devices).equals(before):
+        before.restore()
+        return  # the model adds noise, which is not the same twice
+    difference = (together - alone).abs().max() / alone.abs().max().clamp(min=1e-12)
+    if difference > MIXING:
+        raise ValueError(
+            f"The loss of an example changes with its neighbors in the batch (from "
+            f"{alone.tolist()} alone to {together.tolist()} together), so it has no gradient of "
+            "its own, and a micro-batch's gradient is not the mean over its examples. BatchNorm, "
+            "in-batch negatives and losses normalized over the batch do this; probe without them."
+        )
+
+
+def one_by_one(
+    parameters: Parameters, loss_fn: LossFn, batches: list[Any], table_bytes: float
+) -> Iterator[Tensor]:
+    """Yield (examples, columns) for some parameters at a time, repeating all passes for each."""
+    examples = [part.batch for batch in batches for part in cut(batch, 1)]
+    wide = {name: 8 if p.dtype == torch.float64 else 4 for name, p in parameters.items()}
+    portions: list[list[str]] = [[]]
+    taken = 0
+    for name, parameter in parameters.items():
+        size = parameter.numel() * wide[name] * (1 + parameter.is_complex()) * len(examples)
+        if portions[-1] and taken + size > table_bytes:
+            portions.append([])
+            taken = 0
+        portions[-1].append(name)
+        taken += size
+    state = RandomState.now({parameter.device for parameter in parameters.values()})
+    for portion in portions:
+        state.restore()  # the same gradients for all portions
+        chosen = [parameters[name] for name in portion]
+        yield torch.stack([_row(parameters, chosen, loss_fn, example) for example in examples])
+
+
+def _row(
+    parameters: Parameters, chosen: list[nn.Parameter], loss_fn: LossFn, example: Any
+) -> Tensor:
+    # .backward(), since reentrant checkpointing does not support torch.autograd.grad
+    losses_of(loss_fn, example, 1).sum().backward()  # type: ignore[no-untyped-call]
+    parts = []
+    for parameter in chosen:
+        gradient = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
+        if gradient.layout != torch.strided:
+            gradient = gradient.to_dense()
+        real = torch.view_as_real(gradient) if gradient.is_complex() else gradient
+        parts.append(real.to(multitensor.accumulation_dtype(real)).flatten())
+    clear(parameters)
+    widest = max((part.dtype for part in parts), key=lambda dtype: dtype.itemsize)
+    return torch.cat([part.to(widest) for part in parts])
+
+
+def clear(parameters: Parameters) -> None:
+    """Drop all gradients."""
+    for parameter in parameters.values():
+        parameter.grad = None

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from microclip.probing.callback import Moment
     from microclip.probing.result import Probe, Row
+    from microclip.probing.run_probe import Moment
 
 INK, FAINT, PLAIN = "#1f2328", "#d8dbe0", "#b34700"
 COLORS = ("#0072b2", "#009e73", "#cc79a7", "#e69f00", "#5f6670", "#56b4e9")

@@ -1,9 +1,9 @@
 """The report: a single, self-contained HTML file about one run or several.
 
-Data flows one way: run folders (written by `folder`) -> `runs`, `examples`, `timeline`, `run_data`,
-`comparison` (what is known) -> `sections`, `figures`, `gallery` (what to say about it) -> `blocks`
--> `page`, all tied together in `write`. Writing run folders needs no extra, so any training loop
-can do it; the page does.
+Data flows one way: run folders (written by `folder`) -> `runs`, `run_data`, `comparison` (what is
+known) -> `sections`, `figures`, `gallery` (what to say about it) -> `blocks` -> `page`, all tied
+together in `write`. Writing run folders needs no extra, so any training loop can do it; the page
+does.
 """
 
 from typing import TYPE_CHECKING, Any

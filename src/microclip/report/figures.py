@@ -16,9 +16,9 @@ import numpy as np
 
 from microclip.report.blocks import Drawing
 from microclip.report.comparison import Comparison, ComparisonRow, settings_of
+from microclip.report.run_data import Line, Timeline
 from microclip.report.runs import Curve, Run
 from microclip.report.statistics import Estimate
-from microclip.report.timeline import Line, Timeline
 
 COLORS = (1, 3, 4, 5, 6, 7, 8)  # of the style sheet; the second is for plain training
 DASHES = ("solid", "dash", "dot", "dashdot")

@@ -13,11 +13,10 @@ from html import escape
 import pyarrow as pa
 import pyarrow.csv
 
-from microclip.draggers.export import without_formulas
+from microclip.draggers.result import without_formulas
 from microclip.report.blocks import Cell, Gallery, Sparkline, Table, Tile
-from microclip.report.examples import Content
 from microclip.report.media import FULL, ByteBudget, LeftOutError, Media
-from microclip.report.run_data import RunData
+from microclip.report.run_data import Content, RunData
 
 LONGEST_TEXT = 2000  # characters of an example
 LONGEST_NAME = 80  # characters of an id, label or domain

@@ -1,29 +1,228 @@
 """Everything known about a run with a ledger: its timeline, draggers, domains and examples.
 
-Reads and counts; what the page shows, and in which words, is up to `sections` and `gallery`.
+`read_timeline` summarizes norms, bounds and weights in stretches of consecutive steps, in one pass
+over the ledger, with only the rows of one stretch in memory. `read_examples` reads the labels of
+all examples, line by line, and the contents of those to show. What the page shows, and in which
+words, is up to `sections` and `gallery`.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
 import pyarrow.compute as pc
 
 from microclip import guard
 from microclip.draggers import Draggers, score
+from microclip.draggers.source import Source, whole_steps
 from microclip.ledger import open_ledger
-from microclip.report.examples import Examples, read_examples
-from microclip.report.runs import Run
-from microclip.report.timeline import Timeline, read_timeline
+from microclip.report.folder import EXAMPLES
+from microclip.report.runs import Run, count_lines, lines, parsed
 
+KINDS = ("image", "audio", "text")
+LONGEST_FACT = 300  # characters of a label or domain that are kept
+STRETCHES = 120
+QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
+COLUMNS = ("step", "size", "norm", "weight", "bound", "loss", "skipped")
 MOST_GROUPS = 30  # domains, or labels standing in for them
 
+Values = npt.NDArray[np.float64]
+Line = list[float | None]
 Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is known about an example, besides its content."""
+
+    label: str | None = None
+    truth: str | None = None
+    domain: str | None = None
+
+    @property
+    def wrong(self) -> bool | None:
+        """Whether its label is wrong; None if unknown."""
+        if self.truth is None or self.label is None:
+            return None
+        return self.label != self.truth
+
+
+@dataclass(frozen=True)
+class Content:
+    """The content of an example: a text, or the name of a file."""
+
+    kind: str
+    text: str | None = None
+    file: str | None = None
+
+
+@dataclass
+class Examples:
+    """What a run says about its examples, by id as text."""
+
+    facts: dict[str, Facts] = field(default_factory=dict)
+    contents: dict[str, Content] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+
+def read_examples(path: Path, known: Collection[str], shown: Collection[str]) -> Examples:
+    """Read the examples of a run.
+
+    Args:
+        path: The folder of the run.
+        known: All ids in its ledger.
+        shown: The ids whose contents to keep.
+    """
+    found = Examples()
+    if not (path / EXAMPLES).exists():
+        return found
+    unreadable = 0
+    unknown: dict[str, None] = {}
+    for line, complete in lines(path, EXAMPLES):
+        entry = parsed(line)
+        one = None if entry is None else _id(entry.get("id"))
+        if entry is None or one is None:
+            unreadable += complete
+            continue
+        if one not in known:
+            unknown[one[:LONGEST_FACT]] = None
+            continue
+        found.facts[one] = Facts(*(_fact(entry.get(key)) for key in ("label", "truth", "domain")))
+        if one in shown:
+            content = _content(entry)
+            if content is None:
+                found.contents.pop(one, None)
+            else:
+                found.contents[one] = content
+    if unreadable:
+        found.notes.append(
+            f"Skipped {count_lines(unreadable)} of {EXAMPLES} that could not be read as examples."
+        )
+    if unknown:
+        some = ", ".join(repr(one[:40]) for one in list(unknown)[:3])
+        found.notes.append(
+            f"{len(unknown)} ids in {EXAMPLES} are not in the ledger, for instance {some}: these "
+            "examples were never trained on, or the Clipper got other ids for them."
+        )
+    return found
+
+
+def _id(value: Any) -> str | None:
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        return None
+    return str(value)
+
+
+def _fact(value: Any) -> str | None:
+    if value is None or isinstance(value, dict | list):
+        return None
+    text = str(value)
+    if len(text) <= LONGEST_FACT:
+        return text
+    return f"{text[:LONGEST_FACT]}… ({len(text):,} characters)"
+
+
+def _content(entry: dict[str, Any]) -> Content | None:
+    kind, text, file = entry.get("kind"), entry.get("text"), entry.get("file")
+    if kind not in KINDS:
+        kind = "text" if isinstance(text, str) else None
+    if kind == "text":
+        return Content("text", text=text) if isinstance(text, str) else None
+    if kind is None or not isinstance(file, str):
+        return None
+    return Content(kind, file=file)
+
+
+@dataclass
+class Timeline:
+    """What happened in each stretch; None where nothing was finite."""
+
+    steps: list[float] = field(default_factory=list)  # the middle of each stretch
+    norms: dict[float, Line] = field(default_factory=lambda: {q: [] for q in QUANTILES})
+    weights: dict[float, Line] = field(default_factory=lambda: {q: [] for q in QUANTILES})
+    bound: Line = field(default_factory=list)
+    loss: Line = field(default_factory=list)
+    first: int = 0
+    last: int = 0
+    recorded: int = 0  # steps
+    microbatches: int = 0
+    largest: int = 0  # examples in a micro-batch
+    not_finite: int = 0  # micro-batches with a gradient that was not
+    mean_weight: float | None = None  # of the average example
+
+
+def read_timeline(ledger: Path) -> Timeline:
+    """Read a ledger from the first step to the last."""
+    source = Source.open(ledger)
+    timeline = Timeline(first=source.steps.start, last=source.steps.stop - 1)
+    count = min(STRETCHES, len(source.steps))
+    given = total = 0.0
+    for stretch in _stretches(source, count):
+        steps = stretch["step"].to_numpy()
+        sizes = stretch["size"].to_numpy()
+        norms, weights, bounds = (_numbers(stretch, name) for name in ("norm", "weight", "bound"))
+        timeline.steps.append(float(steps[0] + steps[-1]) / 2)
+        for curves, values in ((timeline.norms, norms), (timeline.weights, weights)):
+            for quantile, found in zip(QUANTILES, _quantiles(values), strict=True):
+                curves[quantile].append(found)
+        timeline.bound.append(_quantiles(bounds)[2])
+        timeline.loss.append(_mean(_numbers(stretch, "loss"), sizes))
+        timeline.recorded += len(np.unique(steps))
+        timeline.microbatches += len(steps)
+        timeline.largest = max(timeline.largest, int(sizes.max()))
+        timeline.not_finite += int((~np.isfinite(norms)).sum())
+        counted = np.isfinite(weights)
+        given += float((weights * sizes)[counted].sum())
+        total += float(sizes[counted].sum())
+    timeline.mean_weight = given / total if total else None
+    return timeline
+
+
+def _stretches(source: Source, count: int) -> Iterator[pa.Table]:
+    """Yield the rows of consecutive steps together, in `count` stretches of equal length."""
+    waiting: list[pa.Table] = []
+    place = 0
+    for table in whole_steps(source.microbatches, COLUMNS):
+        table = table.sort_by("step")
+        places = (table["step"].to_numpy() - source.steps.start) * count // len(source.steps)
+        for now in np.unique(places):
+            if now != place and waiting:
+                yield pa.concat_tables(waiting).combine_chunks()
+                waiting = []
+            place = now
+            first, last = np.searchsorted(places, [now, now + 1])
+            waiting.append(table.slice(first, last - first))
+    if waiting:
+        yield pa.concat_tables(waiting).combine_chunks()
+
+
+def _numbers(table: pa.Table, name: str) -> Values:
+    values: Any = table[name].to_numpy()
+    found: Values = np.asarray(values, dtype=np.float64)
+    return found
+
+
+def _quantiles(values: Values) -> Line:
+    known = values[np.isfinite(values)]
+    if not len(known):
+        return [None] * len(QUANTILES)
+    found: Line = np.quantile(known, QUANTILES).tolist()
+    return found
+
+
+def _mean(values: Values, sizes: npt.NDArray[Any]) -> float | None:
+    known = np.isfinite(values)
+    if not known.any():
+        return None
+    return float(np.average(values[known], weights=sizes[known]))
 
 
 @dataclass(frozen=True)

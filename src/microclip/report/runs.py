@@ -1,7 +1,7 @@
 """Reading run folders: what was run, and its metrics. A bare ledger counts as a run too.
 
 A folder that cannot be used as a whole is an error; a single unreadable line is skipped and noted.
-`examples` reads the examples, `timeline` and `microclip.draggers` read the ledger.
+`run_data` reads the examples and the ledger.
 """
 
 from __future__ import annotations

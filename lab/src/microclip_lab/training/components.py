@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from microclip import rule_names
+from microclip import rules
 from microclip.rules import Rule
 from microclip_lab.training.config import SettingError, Training
 
@@ -19,10 +19,10 @@ def parse_rule(text: str) -> Rule:
     (MinNorm(), Quantile(q=0.2, rescale=False), Median(rescale=True))
     """
     try:
-        return rule_names.parse_rule(text)
+        return rules.parse_rule(text)
     except (TypeError, ValueError) as error:
         raise SettingError(
-            f"rule must be one of {', '.join(rule_names.KNOWN)}, with arguments in parentheses, "
+            f"rule must be one of {', '.join(rules.KNOWN)}, with arguments in parentheses, "
             f'such as "Quantile(0.2)" or "Fixed(1.0)", but got {text!r} ({error}).'
         ) from error
 

@@ -8,11 +8,11 @@ micro-batch's part of the sum and, once the rule has decided, the weighted sum i
 owners, `propagation` has a rule for each kind of operation, and `shortcuts` speed up what most
 models do most of the time. `recorder` keeps the weights' gradients out of the backward pass and
 records what each use of a parameter contributes: `handlers` lists the functions it knows (from
-`products`, `elementwise`, `convolution`, `norms` and `recurrent`), `vmap_fallback` does the others,
-and `derived` is for tensors made of parameters alone. `contributions` and `rows` are the algebra of
-contributions, with `native` for its largest products; `groups` says which examples make up which
-micro-batch. `memory` decides what to keep and how much to take at once, `verify` when to check;
-`chunk` collects the contributions, and `engine` ties it all together.
+`products`, `elementwise`, `convolution`, `norms` and `recurrent`) and does the others by vmap;
+`derived` is for tensors made of parameters alone. `contributions` and `rows` are the algebra of
+contributions, with `native` for its largest products. `memory` decides what to keep and how much to
+take at once, `verify` when to check; `chunk` collects the contributions, and `engine` ties it all
+together.
 
 Other packages that need per-example gradients call `contributions_of`, and ask `free_memory` how
 much they may hold. Both are imported on first use, since the engine takes a moment to load.

@@ -14,8 +14,12 @@ from torch import Tensor, nn
 from microclip import multitensor
 from microclip.engines.base import CannotFuseError
 from microclip.engines.gradients import Gradients, add_multiple, set_aside
-from microclip.engines.single_pass.contributions import Contribution, Materialized, SmallParameters
-from microclip.engines.single_pass.groups import Shares
+from microclip.engines.single_pass.contributions import (
+    Contribution,
+    Materialized,
+    Shares,
+    SmallParameters,
+)
 from microclip.engines.single_pass.memory import MemoryMeter
 from microclip.engines.single_pass.recorder import Recorder
 from microclip.engines.single_pass.rows import merged, squared_norms, sum_of

@@ -18,8 +18,15 @@ from typing_extensions import override
 
 from microclip import multitensor
 from microclip.engines.base import CannotFuseError
-from microclip.engines.single_pass.contributions import Contribution, Materialized, empty_gradients
-from microclip.engines.single_pass.groups import Groups, Shares, singles, together
+from microclip.engines.single_pass.contributions import (
+    Contribution,
+    Groups,
+    Materialized,
+    Shares,
+    empty_gradients,
+    singles,
+    together,
+)
 from microclip.engines.single_pass.memory import CALLS, Weight
 from microclip.engines.single_pass.owners import arranged, refuse_unowned_gradients
 from microclip.engines.single_pass.recorder import Recorder

@@ -17,9 +17,8 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from microclip.engines.base import CannotFuseError
-from microclip.engines.losses import nodes_from
-from microclip.engines.single_pass.contributions import Contribution, Materialized
-from microclip.engines.single_pass.groups import Groups
+from microclip.engines.gradients import nodes_from
+from microclip.engines.single_pass.contributions import Contribution, Groups, Materialized
 from microclip.engines.single_pass.owners import (
     DERIVED,
     Owned,

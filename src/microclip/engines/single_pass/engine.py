@@ -18,13 +18,19 @@ from microclip.engines.base import (
     MeanLossError,
     MismatchError,
 )
-from microclip.engines.dropout import DropoutDisabled
-from microclip.engines.gradients import Gradients, set_aside
-from microclip.engines.losses import LossFn, OutsideParameterCheck, backward, call, unscale
-from microclip.engines.randomness import Randomness
+from microclip.engines.gradients import (
+    Gradients,
+    LossFn,
+    OutsideParameterCheck,
+    backward,
+    call,
+    set_aside,
+    unscale,
+)
+from microclip.engines.randomness import DropoutDisabled, Randomness
 from microclip.engines.single_pass.chunk import ChunkContributions
-from microclip.engines.single_pass.groups import Groups
-from microclip.engines.single_pass.handlers import HANDLERS
+from microclip.engines.single_pass.contributions import Groups
+from microclip.engines.single_pass.handlers import HANDLERS, vmap_fallback
 from microclip.engines.single_pass.memory import (
     Budget,
     choose_materialized,
@@ -42,8 +48,7 @@ from microclip.engines.single_pass.verify import (
     draws_numbers,
     module_of,
 )
-from microclip.engines.single_pass.vmap_fallback import vmap_fallback
-from microclip.engines.sums import Sums
+from microclip.engines.stream import Sums
 from microclip.microbatches import MicrobatchList, copied, tensors_of
 from microclip.wrappers import modules_of
 

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from microclip.engines.single_pass.groups import Groups
+from microclip.engines.single_pass.contributions import Groups
 from microclip.microbatches import MicrobatchList, axis_of
 
 # ---- the allocator

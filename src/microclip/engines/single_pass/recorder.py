@@ -2,8 +2,8 @@
 
 Inside `Recorder`, every torch function that gets a trainable parameter is replaced by one that
 computes the same, passes gradients on to its inputs, and reports what the parameter's gradient is
-made of, as a contribution. The replacements are in `handlers` and `vmap_fallback`; what they cannot
-do is refused by name. Which example a row belongs to is up to the tracker, and tensors made of
+made of, as a contribution. The replacements are listed in `handlers`; what they cannot do is
+refused by name. Which example a row belongs to is up to the tracker, and tensors made of
 parameters alone are in `derived`.
 """
 
@@ -19,9 +19,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from microclip.engines.base import CannotFuseError
-from microclip.engines.single_pass.contributions import Contribution, Materialized
+from microclip.engines.single_pass.contributions import Contribution, Groups, Materialized
 from microclip.engines.single_pass.derived import DerivedTensors
-from microclip.engines.single_pass.groups import Groups
 from microclip.engines.single_pass.memory import MemoryMeter, Weight
 from microclip.engines.single_pass.owners import (
     DERIVED,

@@ -17,11 +17,13 @@ from microclip import multitensor
 from microclip.engines.single_pass import native
 from microclip.engines.single_pass.contributions import (
     Contribution,
+    Groups,
     Materialized,
     MaterializedParts,
+    Shares,
     empty_gradients,
+    together,
 )
-from microclip.engines.single_pass.groups import Groups, Shares, together
 from microclip.engines.single_pass.memory import LARGEST_TENSOR
 from microclip.multitensor import widened
 

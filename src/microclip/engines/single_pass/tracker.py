@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from microclip.engines.base import CannotFuseError
-from microclip.engines.losses import communicates
+from microclip.engines.gradients import communicates
 from microclip.engines.single_pass.owners import (
     DERIVED,
     NO_OWNER,

@@ -1,23 +1,95 @@
-"""Parts: the Parquet files of a table, each with some steps of one rank, written atomically.
+"""The folder of a ledger: ledger.json, and the parts of its tables, written atomically.
 
-A part is written under a hidden name, synced and renamed. Going back to an earlier step removes
-rows, newest first, so that at no time a row exists twice or is missing between two others.
+ledger.json marks a folder as a ledger and records its version and options. A part is a Parquet file
+with some steps of one rank, written under a hidden name, synced and renamed. Going back to an
+earlier step removes rows, newest first, so that at no time a row exists twice or is missing between
+two others. Knows nothing about outcomes.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from microclip.ledger.schema import SCHEMAS, write_parquet
+from microclip.files import write_whole
+from microclip.ledger.tables import SCHEMAS, TABLES, write_parquet
 
-NAME = re.compile(r"part-(\d{5,})-(\d{10,})-(\d{10,})\.parquet")
+FORMAT = "microclip-ledger"
+VERSION = 1
+MANIFEST = "ledger.json"
+PART_NAME = re.compile(r"part-(\d{5,})-(\d{10,})-(\d{10,})\.parquet")
+
+
+def create_ledger(folder: Path, options: dict[str, Any]) -> None:
+    """Turn a folder into a ledger unless it is one; several processes may do so at once."""
+    from microclip import __version__
+
+    try:
+        if not (folder / MANIFEST).exists():
+            expect_no_remains(folder)
+        for table in TABLES:
+            (folder / table).mkdir(parents=True, exist_ok=True)
+        if (folder / MANIFEST).exists():
+            return
+        content = {
+            "format": FORMAT,
+            "version": VERSION,
+            "created": datetime.now(UTC).isoformat(timespec="seconds"),
+            "microclip": __version__,
+            "options": options,
+        }
+        write_whole(folder / MANIFEST, (json.dumps(content, indent=2) + "\n").encode())
+    except OSError as error:
+        raise OSError(
+            error.errno,
+            f"Cannot create a ledger here ({error.strerror}): choose a folder that is writable, or "
+            "one that does not exist yet",
+            str(folder),
+        ) from error
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """Return the content of ledger.json, if this version of microclip understands it."""
+    path = folder / MANIFEST
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(
+            f"{path} is damaged ({error}). Restore it from a backup, or copy one from another "
+            f'ledger of version {VERSION}: it must contain "format": "{FORMAT}".'
+        ) from error
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise ValueError(f'{path} does not say "format": "{FORMAT}": this is not a ledger.')
+    if content.get("version") != VERSION:
+        raise ValueError(
+            f"{path} has version {content.get('version')!r}, but this microclip reads and writes "
+            f"version {VERSION}. Use the version that wrote it ({content.get('microclip')!r})."
+        )
+    return content
+
+
+def expect_no_remains(folder: Path) -> None:
+    """Refuse a folder that was a ledger and has lost its ledger.json."""
+    for table in TABLES:
+        if find_parts(folder / table):
+            raise deleted_error(folder, MANIFEST)
+
+
+def deleted_error(folder: Path, what: str) -> ValueError:
+    """Return the error to raise for an incomplete ledger."""
+    return ValueError(
+        f"Part of the ledger {folder} was deleted: {what} is missing. Restore it from a backup. "
+        "(You may delete the oldest parts of both tables, but none from the middle.)"
+    )
 
 
 @dataclass(frozen=True, order=True)
@@ -39,18 +111,18 @@ class Part:
         return self.rank, self.first
 
 
-def find(folder: Path, rank: int | None = None) -> list[Part]:
+def find_parts(folder: Path, rank: int | None = None) -> list[Part]:
     """Return the parts in the folder of a table in training order, of one rank or of all."""
     try:
         names = os.listdir(folder)
     except (FileNotFoundError, NotADirectoryError):
         return []
-    matches = (NAME.fullmatch(name) for name in names)
+    matches = (PART_NAME.fullmatch(name) for name in names)
     parts = (Part(int(m[2]), int(m[1]), int(m[3])) for m in matches if m)
     return sorted(part for part in parts if rank is None or part.rank == rank)
 
 
-def write(folder: Path, part: Part, table: pa.Table) -> None:
+def write_part(folder: Path, part: Part, table: pa.Table) -> None:
     """Write a part atomically and sync it, so that it survives a power failure."""
     temporary = folder / f".{part.name}.tmp"
     try:
@@ -87,18 +159,18 @@ def last_step(folder: Path, rank: int) -> int:
 
     A writer that was killed while removing rows from a part may have left it with its old name.
     """
-    parts = find(folder, rank)
+    parts = find_parts(folder, rank)
     if not parts:
         return -1
     part = parts[-1]
-    steps = read(folder / part.name, columns=["step"])
+    steps = read_part(folder / part.name, columns=["step"])
     return _rename(folder, part, steps).last
 
 
 def cut_back(folder: Path, rank: int, step: int) -> int:
     """Remove the rows of a rank from this step on; return how many parts were changed."""
     touched = 0
-    for part in reversed(find(folder, rank)):
+    for part in reversed(find_parts(folder, rank)):
         path = folder / part.name
         if part.last < step:
             break
@@ -106,26 +178,26 @@ def cut_back(folder: Path, rank: int, step: int) -> int:
         if part.first >= step:
             path.unlink()
             continue
-        table = read(path)
+        table = read_part(path)
         kept = table.filter(pc.less(table["step"], step))
         # under its old name first: with a new one, rows would briefly exist twice
-        write(folder, part, kept)
+        write_part(folder, part, kept)
         _rename(folder, part, kept)
     if touched:
         sync_folder(folder)
     return touched
 
 
-def read(path: Path, columns: list[str] | None = None) -> pa.Table:
+def read_part(path: Path, columns: list[str] | None = None) -> pa.Table:
     """Return the rows of a part."""
     try:
         with pq.ParquetFile(path) as file:
             return file.read(columns=columns)
     except pa.ArrowInvalid as error:
-        raise damaged(path, error) from error
+        raise damaged_error(path, error) from error
 
 
-def damaged(path: Path, error: Exception) -> ValueError:
+def damaged_error(path: Path, error: Exception) -> ValueError:
     """Return the error to raise for a part that cannot be read."""
     return ValueError(
         f"{path} is damaged and cannot be read as Parquet ({error}). Ledgers are written file by "
