@@ -4,7 +4,7 @@
     python benchmarks/draggers.py --data cifar --seeds 3
 
 Every run is kept in a file of JSON lines as soon as it is finished; started again, the benchmark
-goes on from there. Ends with tables in markdown. Clipped runs use the real Clipper and Ledger.
+resumes from there. Ends with tables in markdown. Clipped runs use the real Clipper and Ledger.
 """
 
 from __future__ import annotations

@@ -155,7 +155,7 @@ def check(ledger: Path, flushed: int) -> int:
 
 
 def read_checkpoint(folder: Path) -> int:
-    """Return the step that training would go on with."""
+    """Return the step that training would resume from."""
     checkpoint = folder / "checkpoint"
     return int(checkpoint.read_text()) if checkpoint.exists() else 0
 

@@ -1,6 +1,6 @@
 """Does the probe know, on photographs? CIFAR-10 with the labels of people, seed by seed.
 
-    python benchmarks/probe_photos.py --out results/photos       goes on where it was interrupted
+    python benchmarks/probe_photos.py --out results/photos       resumes where it was interrupted
 
 A small CNN on 4,000 images of which 17 % have a wrong label. Every micro-batch size gets the
 learning rate that was best for it on clean validation images (two seeds, used for nothing else);

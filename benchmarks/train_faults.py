@@ -29,7 +29,7 @@ LONGEST = 4.0  # seconds of training before a kill
 
 
 def start(out: Path, run: list[str]) -> subprocess.Popen[str]:
-    """Start a run, or go on with it."""
+    """Start a run, or resume it."""
     return subprocess.Popen(
         [sys.executable, "-m", "microclip", "train", *run, "--out", str(out), "--resume"],
         env={**os.environ, "OMP_NUM_THREADS": "1"},

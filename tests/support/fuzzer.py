@@ -1481,7 +1481,7 @@ def found_to_mix(seed):
 # The command line
 
 
-class Tally:
+class Counts:
     """Verdicts of one engine and size."""
 
     def __init__(self, title):
@@ -1541,19 +1541,19 @@ def main(argv=None):
         return False
     engines = ["auto"] if options.drift else options.engines
     cells = list(itertools.product(engines, options.sizes))
-    tallies = {cell: Tally(f"{cell[0]} b={cell[1] or 'B'}") for cell in cells}
+    counts = {cell: Counts(f"{cell[0]} b={cell[1] or 'B'}") for cell in cells}
     start, lines = time.perf_counter(), []
     for seed in range(options.first, options.first + options.count):
         mixes = Maker(seed).mixes
         for engine, b in cells:
             said = drift(seed, engine, b) if options.drift else check(seed, engine, b)
-            tallies[engine, b].add(seed, said, mixes)
+            counts[engine, b].add(seed, said, mixes)
             lines.append(json.dumps({"seed": seed, "engine": engine, "b": b, "said": said}))
     if options.out:
         options.out.write_text("\n".join(lines) + "\n")
     print(f"{options.count} programs in {time.perf_counter() - start:.0f} s")
-    print(*tallies.values(), sep="\n")
-    return any(tally.is_bad for tally in tallies.values())
+    print(*counts.values(), sep="\n")
+    return any(count.is_bad for count in counts.values())
 
 
 if __name__ == "__main__":
