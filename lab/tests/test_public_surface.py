@@ -12,7 +12,6 @@ PUBLIC = {
     *(f"microclip.{name}" for name in ("probing", "report", "rules")),
     *(f"microclip.report.{name}" for name in ("blocks", "comparison", "figures", "folder")),
     *(f"microclip.report.{name}" for name in ("page", "runs", "statistics")),
-    "microclip.probing.draggers",  # compare_draggers is not exported by microclip.probing
 }
 
 

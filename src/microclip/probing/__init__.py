@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from microclip.probing.draggers import Draggers, Estimate
+    from microclip.probing.draggers import Draggers, Estimate, compare_draggers
     from microclip.probing.gram import Gram, gram_of
     from microclip.probing.result import Best, Probe, Row
     from microclip.probing.run_probe import Moment, ProbeEvery, probe
@@ -24,6 +24,7 @@ __all__ = [
     "Probe",
     "ProbeEvery",
     "Row",
+    "compare_draggers",
     "gram_of",
     "probe",
 ]
@@ -38,6 +39,7 @@ _MODULES = {
     "Probe": "result",
     "ProbeEvery": "run_probe",
     "Row": "result",
+    "compare_draggers": "draggers",
     "gram_of": "gram",
     "probe": "run_probe",
 }

@@ -19,8 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from microclip.probing import Draggers, Estimate, gram_of
-from microclip.probing.draggers import compare_draggers
+from microclip.probing import Draggers, Estimate, compare_draggers, gram_of
 from microclip_lab.language.recipe import Texts
 from microclip_lab.reproduction.records import Record
 from microclip_lab.speech.recordings import Recordings
