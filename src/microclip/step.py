@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from microclip.checks import check_same_parameters
-from microclip.engines.base import Engine, MismatchError
+from microclip.engines.base import CannotFuseError, Engine, MismatchError
 from microclip.engines.gradients import LossFn, LossPerExampleError, MeansOnly, take, trainable
 from microclip.engines.select import EngineSelector
+from microclip.engines.snapshot import Snapshot
 from microclip.engines.step_record import Policy, StepRecord
 from microclip.engines.stream import Stream
 from microclip.microbatches import Microbatch, MicrobatchList
@@ -91,14 +92,19 @@ class Step:
         self.engine = self.engine or self._selector.for_chunks(self.record)
         check_same_parameters(self._model, self.engine.parameters)
         microbatches = self._guarded(microbatches)
+        before = self._snapshot(loss_fn)
         try:
             self.engine.fold(loss_fn, microbatches, final=False)
         except MismatchError as error:
             self._selector.give_up_single_passes(error)
+            if before is not None:
+                before.restore()
             if not first:
                 raise
             self.engine = self._selector.for_chunks(self._restart())
             self.engine.fold(loss_fn, microbatches.pristine, final=False)
+        else:
+            self._learn(before)
 
     def _fold_whole(self, loss_fn: LossFn, microbatches: MicrobatchList) -> None:
         if self._selector.must_probe_loss(loss_fn, microbatches):
@@ -108,9 +114,12 @@ class Step:
             microbatches = guarded.reverted()
         self.engine = self._selector.for_batch(self.record, loss_fn, microbatches)
         microbatches = self._guarded(microbatches)
+        before = self._snapshot(loss_fn)
         try:
             self.engine.fold(loss_fn, microbatches, final=True)
         except Exception as error:
+            if before is not None and isinstance(error, CannotFuseError | MismatchError):
+                before.restore()
             # a rare branch of the model, or a batch too large, must not end a training run; if the
             # model itself fails, it will fail again
             if (
@@ -119,9 +128,13 @@ class Step:
                 or not microbatches.can_be_repeated
             ):
                 raise
+            if before is not None:
+                before.restore()  # the pass that failed leaves no trace
             self.engine = self._selector.reliable_engine(self._restart())
             self.engine.fold(loss_fn, microbatches.pristine, final=True)
             self._selector.give_up_single_passes(error)
+        else:
+            self._learn(before)
 
     def _fold_means(self, loss_fn: LossFn, microbatches: MicrobatchList) -> bool:
         """Fold with the reliable engine if `loss_fn` returns means; return whether it does.
@@ -141,6 +154,17 @@ class Step:
             return False
         self._selector.note_untried(loss_fn, microbatches, self.engine.name, before.unrepeatable)
         return True
+
+    def _snapshot(self, loss_fn: LossFn) -> Snapshot | None:
+        """Return the state before a single pass, which may have to be redone by streaming."""
+        if self.engine is None or self.engine.name != "fused":
+            return None
+        return self._selector.memory.in_every_step(loss_fn)
+
+    def _learn(self, before: Snapshot | None) -> None:
+        """Note which tensors a single pass changes, so that later snapshots copy only those."""
+        if before is not None and not self._selector.memory.is_little:
+            before.learn()
 
     def _guarded(self, microbatches: MicrobatchList) -> MicrobatchList:
         """Return micro-batches that can be restored, if the engine calls `loss_fn` twice."""

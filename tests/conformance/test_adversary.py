@@ -309,3 +309,50 @@ class TestClaims:
                 continue
             differs = (function(changed) != result).nonzero()
             assert all(claimed[tuple(place)] == example for place in differs)
+
+
+class TestPiecesOfOneExample:
+    """Pieces of a single example that are joined along their features are still that example's."""
+
+    @pytest.mark.parametrize("lengths", [[3, 2, 2, 1], [4, 3, 2, 1], [3, 1, 1, 1], [2, 2, 2, 2]])
+    @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+    @pytest.mark.parametrize("b", [1, 2])
+    def test_packed_bidirectional_layers(self, lengths, kind, b):
+        torch.manual_seed(0)
+        layer, head = kind(3, 4, bidirectional=True, batch_first=True), nn.Linear(8, 2)
+        model = nn.ModuleList([layer, head]).double()
+
+        def loss_fn(x):
+            here = [lengths[int(i)] for i in x[:, 0, 0]]
+            packed = nn.utils.rnn.pack_padded_sequence(
+                x, torch.tensor(here), batch_first=True, enforce_sorted=False
+            )
+            padded, _ = nn.utils.rnn.pad_packed_sequence(layer(packed)[0], True, total_length=4)
+            return head(padded).square().sum((1, 2))
+
+        x = torch.randn(4, 4, 3, dtype=torch.float64)
+        x[:, 0, 0] = torch.arange(4)
+        self.assert_equal(model, loss_fn, x, b)
+
+    def test_slices_that_are_joined_twice(self):
+        torch.manual_seed(0)
+        model = nn.ModuleList([nn.Linear(3, 2), nn.Linear(3, 2)]).double()
+
+        def both(x):
+            return torch.cat([model[0](x), model[1](x)], -1)
+
+        def loss_fn(x):
+            parts = [both(x[:3]), both(x[3:5]), both(x[5:])] if len(x) == 6 else [both(x)]
+            return torch.cat(parts).square().sum(1)
+
+        self.assert_equal(model, loss_fn, torch.randn(6, 3, dtype=torch.float64), 1)
+
+    def assert_equal(self, model, loss_fn, x, b):
+        found = []
+        for engine in ("stream", "fused"):
+            model.zero_grad()
+            outcome = Clipper(model, b, engine=engine, verify="never").backward(loss_fn, x)
+            assert outcome.engine == engine
+            found.append([p.grad for p in model.parameters()])
+        for one, other in zip(*found, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)

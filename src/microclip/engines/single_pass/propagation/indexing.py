@@ -373,6 +373,8 @@ def cat(tracker: Tracker, func: Any, args: Any, kwargs: Any, result: Any) -> Any
     special, done = trivial_state(tracker, func, [state for _, state in pairs])
     if done and not isinstance(special, Owned) and not _several_whole(pairs):
         return special
+    if (one := _one_example(tracker, pairs)) is not None:
+        return one
     axes = {state.axis for _, state in pairs if isinstance(state, Owned)}
     if axes <= {None, dim}:
         parts = [_along_dim(tracker, tensor, state, dim) for tensor, state in pairs]
@@ -392,6 +394,18 @@ def _several_whole(pairs: list[tuple[Tensor, State | None]]) -> bool:
     """Whether each owned tensor belongs to a single example, though perhaps to different ones."""
     states = [state for _, state in pairs if state is not None]
     return bool(states) and all(isinstance(state, Owned) and state.axis is None for state in states)
+
+
+def _one_example(tracker: Tracker, pairs: list[tuple[Tensor, State | None]]) -> Owned | None:
+    """Return the state of pieces that all belong to one and the same example, if they do.
+
+    In a batch of a single example every piece does, and the axis still says where examples lie.
+    """
+    states = [state for _, state in pairs if isinstance(state, Owned) and state.axis is None]
+    if tracker.examples == 1 or len(states) < len(pairs):
+        return None
+    owners = {int(state.owners.vector()[0]) for state in states}
+    return states[0] if len(owners) == 1 else None
 
 
 def _along_dim(tracker: Tracker, tensor: Tensor, state: State | None, dim: int) -> Tensor:
