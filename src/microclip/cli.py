@@ -113,8 +113,14 @@ def main(args: Sequence[str] | None = None) -> int:
 
 def all_commands() -> dict[str, Command]:
     """Return the library's commands and those that other packages add."""
-    others = {entry.name: entry.load() for entry in entry_points(group=GROUP)}
-    return dict(sorted({**COMMANDS, **others}.items()))
+    found = dict(COMMANDS)
+    for entry in entry_points(group=GROUP):
+        try:
+            found[entry.name] = entry.load()
+        except ImportError as error:  # a broken package must not take the other commands along
+            about = f"(cannot be loaded: {error})"
+            found[entry.name] = Command(about, f"{entry.module}:{entry.attr}")
+    return dict(sorted(found.items()))
 
 
 def require(modules: Sequence[str], install: str) -> None:
@@ -150,7 +156,11 @@ def _carry_out(name: str, command: Command, arguments: Sequence[str]) -> None:
     require(("tyro", "rich"), "microclip[cli]")
     options = options_of(name, command, arguments)
     require(command.needs, command.install)
-    _load(command.run)(options)
+    try:
+        run = _load(command.run)
+    except ImportError as error:
+        raise CommandError(f"The command {name!r} cannot be loaded: {error}.") from error
+    run(options)
 
 
 def _load(place: str) -> Any:

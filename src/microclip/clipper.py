@@ -69,7 +69,7 @@ class Clipper:
         engine: "auto", "stream", "two_pass" or "fused": how the gradient is computed. It never
             changes the result. "auto" tries them on the first batch (see `engine_report`).
         reduction: "mean" has the scale of an ordinary mini-batch gradient; "sum", the paper's
-            Algorithm 1, is the mean times the number of micro-batches.
+            Algorithm 1, is the mean times B / b, the number of full micro-batches.
         nonfinite: What to do with a micro-batch gradient that has NaN or inf: "propagate" it,
             "skip" the micro-batch, or "raise". The latter two read the device once per step.
         grad_scaler: The loss scaler of float16 training. Norms are then those of the unscaled
@@ -332,10 +332,11 @@ class Clipper:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned."""
-        if set(state) - {"trials"} != {"step", "rule"}:
+        if not isinstance(state, dict) or set(state) - {"trials"} != {"step", "rule"}:
+            got = sorted(map(str, state)) if isinstance(state, dict) else repr(state)
             raise ValueError(
                 "A Clipper's state has the entries 'step' and 'rule', and optionally 'trials', but "
-                f"got {sorted(state)}."
+                f"got {got}."
             )
         self.policy.rule.load_state_dict(state["rule"])
         self._selector.load_trials(state.get("trials", []))

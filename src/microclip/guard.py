@@ -12,9 +12,14 @@ from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-import pyarrow as pa
+try:
+    import numpy as np
+    import numpy.typing as npt
+    import pyarrow as pa
+except ImportError as error:
+    raise ImportError(
+        f"microclip.guard needs {error.name}: pip install 'microclip[ledger]'"
+    ) from error
 
 from microclip.draggers.source import IdIndex, LedgerLike, Source, column, members, whole_steps
 from microclip.draggers.statistics import LIMIT, Numbers, Values, log_norms

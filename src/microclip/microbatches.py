@@ -12,7 +12,15 @@ import copy
 import dataclasses
 import math
 import operator
-from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import (
+    Callable,
+    Hashable,
+    Iterable,
+    Iterator,
+    Mapping,
+    MutableMapping,
+    Sequence,
+)
 from functools import cached_property
 from itertools import chain
 from typing import Any, overload
@@ -345,9 +353,12 @@ def _as_list(labels: Tensor | Sequence[Hashable] | None, what: str, size: int) -
     """Return ids or domains as a list with one entry per example."""
     if labels is None:
         return None
-    if isinstance(labels, str) or (isinstance(labels, Tensor) and labels.dim() != 1):
-        shape = repr(labels) if isinstance(labels, str) else f"a tensor of shape {labels.shape}"
-        raise ValueError(f"{what} must hold one label per example, but got {shape}.")
+    if isinstance(labels, Tensor) and labels.dim() != 1:
+        raise ValueError(
+            f"{what} must hold one label per example, but got a tensor of shape {labels.shape}."
+        )
+    if isinstance(labels, str) or not isinstance(labels, Iterable):
+        raise ValueError(f"{what} must hold one label per example, but got {labels!r}.")
     found = labels.tolist() if isinstance(labels, Tensor) else list(labels)
     found = [label.item() if isinstance(label, Tensor) else label for label in found]
     if len(found) != size:

@@ -3,7 +3,7 @@
 import subprocess
 import sys
 import types
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 
 import pytest
 
@@ -180,3 +180,12 @@ def test_interrupted_it_says_whether_to_go_on(resumes, monkeypatch, capsys):
     error = capsys.readouterr().err
     assert error.startswith("microclip: Interrupted.")
     assert ("the same command again" in error) is resumes
+
+
+def test_a_package_that_cannot_be_loaded_takes_no_other_command_along(monkeypatch, capsys):
+    broken = EntryPoint("train", "no_such_package.commands:TRAIN", "microclip.commands")
+    monkeypatch.setattr("microclip.cli.entry_points", lambda group: [broken])
+    assert main(["--help"]) == 0
+    assert "cannot be loaded: No module named 'no_such_package'" in capsys.readouterr().out
+    assert main(["train"]) == 1
+    assert "'train' cannot be loaded: No module named" in capsys.readouterr().err

@@ -24,6 +24,7 @@ except ImportError as error:
         ("accelerate", "import microclip.integrations.accelerate", "hf"),
         ("lightning", "import microclip.integrations.lightning", "lightning"),
         ("pyarrow", "import microclip; microclip.Ledger('somewhere')", "ledger"),
+        ("numpy", "import microclip; microclip.guard", "ledger"),
         ("jinja2", "from microclip.report import write_report", "report"),
         ("plotly", "import microclip; microclip.report.write_report", "report"),
     ],

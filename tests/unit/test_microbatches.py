@@ -181,3 +181,9 @@ def test_modifying_one_container_does_not_change_the_others():
     assert cuts.whole["labels"] is batch["labels"]
     assert cuts[0].batch["labels"].tolist() == [0, 1]
     assert cuts[1].batch["labels"].tolist() == [2, 3]
+
+
+@pytest.mark.parametrize("ids", [3, "abcd", torch.zeros(4, 2)])
+def test_ids_are_one_per_example(ids):
+    with pytest.raises(ValueError, match="ids must hold one label per example, but got"):
+        cut(torch.zeros(4, 2), 2, ids=ids)

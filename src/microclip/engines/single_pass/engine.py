@@ -218,8 +218,8 @@ class Fused(Engine):
                 raise
             self.verifier.how = "never"
             warnings.warn(
-                f"Single passes cannot be checked: run on a micro-batch alone, loss_fn fails with "
-                f"{error!r}.",
+                "Single passes cannot be checked: run on a micro-batch alone, or on some of them "
+                f"in another order, loss_fn fails with {error!r}.",
                 RuntimeWarning,
                 stacklevel=6,
             )
