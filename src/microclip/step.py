@@ -156,14 +156,20 @@ class Step:
         return True
 
     def _snapshot(self, loss_fn: LossFn) -> Snapshot | None:
-        """Return the state before a single pass, which may have to be redone by streaming."""
-        if self.engine is None or self.engine.name != "fused":
+        """Return the state before a single pass, which may have to be redone by streaming.
+
+        Taken where a check is to come, and in every step if the model is known to change tensors.
+        """
+        memory, engine = self._selector.memory, self.engine
+        if engine is None or engine.name != "fused":
             return None
-        return self._selector.memory.in_every_step(loss_fn)
+        if not engine.expects_check and not memory.changing:
+            return None
+        return memory.in_every_step(loss_fn)
 
     def _learn(self, before: Snapshot | None) -> None:
         """Note which tensors a single pass changes, so that later snapshots copy only those."""
-        if before is not None and not self._selector.memory.is_little:
+        if before is not None:
             before.learn()
 
     def _guarded(self, microbatches: MicrobatchList) -> MicrobatchList:

@@ -52,6 +52,11 @@ class Engine(ABC):
         self.memory = Memory(model) if memory is None else memory
         self.device = next(iter(parameters.values())).device
 
+    @property
+    def expects_check(self) -> bool:
+        """Whether this step will be compared with another engine's, and perhaps redone."""
+        return False
+
     @abstractmethod
     def fold(self, loss_fn: LossFn, microbatches: MicrobatchList, final: bool) -> None:
         """Add micro-batches; `final`: no others will follow. `.grad` is left unchanged."""

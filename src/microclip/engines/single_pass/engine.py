@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from typing_extensions import override
 
 from microclip.engines.base import (
     MEAN_LOSS,
@@ -79,6 +80,11 @@ class Fused(Engine):
         self._held: list[ChunkContributions] = []
         self._batches: list[MicrobatchList] = []  # whose rows are held
         self._sums = Sums(self.record)
+
+    @property
+    @override
+    def expects_check(self) -> bool:
+        return self.verifier.expects_check
 
     def fold(self, loss_fn: LossFn, microbatches: MicrobatchList, final: bool) -> None:
         """Differentiate the examples of all these micro-batches together, or in large chunks."""

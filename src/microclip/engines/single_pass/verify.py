@@ -121,6 +121,13 @@ class Verifier:
         return self.how != "never" and not self.listens
 
     @property
+    def expects_check(self) -> bool:
+        """Whether the step that begins will be checked, whatever the model does in it."""
+        step = self.steps + 1
+        early = step <= EARLY or step & (step - 1) == 0
+        return self.is_on and (early or self.how != "rarely")
+
+    @property
     def is_first(self) -> bool:
         """Whether this is the first step."""
         return self.steps == 1
