@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from microclip import multitensor
 from microclip.microbatches import Ids, MicrobatchList, check_size, tensors_of
-from microclip.rules import Rule
+from microclip.rules import ExampleRule, Rule
 
 if TYPE_CHECKING:
     from microclip.engines.single_pass.verify import Verify
@@ -55,6 +55,23 @@ def check_rule(rule: object) -> None:
         raise TypeError(
             f"rule must be an instance of a Rule, such as microclip.rules.MinNorm(), but got "
             f"{rule!r}."
+        )
+
+
+def check_example_rule(rule: Rule, microbatch_size: object, scope: str) -> None:
+    """Refuse settings that a rule which weights examples cannot work with."""
+    if not isinstance(rule, ExampleRule):
+        return
+    name = type(rule).__name__
+    if rule.needs_norms and microbatch_size != 1:
+        raise ValueError(
+            f"{name} needs the gradient norm of every example: pass microbatch_size=1 instead of "
+            f"{microbatch_size!r}, or use LossHistory."
+        )
+    if scope == "world":
+        raise ValueError(
+            f'{name} weights the examples of each rank, but with scope="world" a micro-batch spans '
+            'all ranks. Use scope="rank".'
         )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, overload
 
@@ -15,7 +16,14 @@ from microclip import checks
 from microclip.distributed.ddp import Ddp
 from microclip.distributed.detection import LossCommunication, OuterWrapper, refuse_late_sharding
 from microclip.engines.base import Engine
-from microclip.engines.gradients import Gradients, LossFn, deposit, trainable
+from microclip.engines.gradients import (
+    Gradients,
+    LossFn,
+    MeanOfExamplesError,
+    deposit,
+    name_of,
+    trainable,
+)
 from microclip.engines.select import (
     ENGINES,
     SCOPES,
@@ -26,17 +34,19 @@ from microclip.engines.select import (
     check,
 )
 from microclip.engines.step_record import REDUCTIONS, Policy, Reduction, StepRecord
+from microclip.example_step import ExampleIds, ExampleStep
 from microclip.microbatches import (
     Domains,
     Ids,
     Microbatch,
+    MicrobatchList,
     check_batch_dim,
     check_size,
     cut,
     is_empty,
 )
 from microclip.outcome import Outcome
-from microclip.rules import NONFINITE, MinNorm, Nonfinite, Rule
+from microclip.rules import NONFINITE, ExampleRule, MinNorm, Nonfinite, Rule, Seen
 from microclip.step import Step
 from microclip.wrappers import is_sharded, refuse_unsupported, world_size
 
@@ -65,7 +75,8 @@ class Clipper:
             everything that is trained; put several modules into one `torch.nn.ModuleList`.
         microbatch_size: b, the number of examples clipped together; None makes each batch (or
             chunk) one micro-batch.
-        rule: How norms become weights; the default is the paper's, `rules.MinNorm()`.
+        rule: How norms become weights; the default is the paper's, `rules.MinNorm()`. Rules such
+            as `rules.LossHistory()` weight examples instead, by their ids and losses.
         engine: "auto", "stream", "two_pass" or "fused": how the gradient is computed. It never
             changes the result. "auto" tries them on the first batch (see `engine_report`).
         reduction: "mean" has the scale of an ordinary mini-batch gradient; "sum", the paper's
@@ -114,6 +125,7 @@ class Clipper:
         checks.check_choice("scope", scope, SCOPES)
         checks.check_ledger(ledger)
         check(engine, rule)
+        checks.check_example_rule(rule, microbatch_size, scope)
         trainable(model)
         self.model = model
         refuse_unsupported(model)
@@ -133,6 +145,10 @@ class Clipper:
         self.ledger = ledger
         self.outcome: Outcome | None = None  # of the last finished step
         self._open: Step | None = None  # the step in progress
+        self._example_rule = rule if isinstance(rule, ExampleRule) else None
+        self._ids = None if self._example_rule is None else ExampleIds(self._example_rule)
+        self._examples: ExampleStep | None = None  # of the step in progress
+        self._losses_of: dict[str, bool] = {}  # by loss_fn: whether it returns one per example
         self._mistakes = checks.Mistakes(model)
         self._warned = False
 
@@ -170,7 +186,8 @@ class Clipper:
             batch: A tensor, or any nesting of tuples, lists, dicts and dataclasses of tensors with
                 the examples along their first dimension. Lists with one string per example are
                 cut as well; everything else is passed on whole.
-            ids: One label per example, to identify it in the outcome.
+            ids: One label per example, to identify it in the outcome, and to recognize it in later
+                steps for rules that remember examples.
             domains: One label per example. Micro-batches never mix domains, and the rule is
                 applied within each.
         """
@@ -232,12 +249,12 @@ class Clipper:
             raise RuntimeError(
                 "finish() has nothing to finish: no micro-batch was folded since the last finish()."
             )
-        step = self._current()
+        step, examples = self._current(), self._examples
         engine, record = step.engine, step.record
         parameters = trainable(self.model) if engine is None else engine.parameters
         try:
             self._reshard()
-            gradients = self._result(engine, record, parameters)
+            gradients, seen = self._result(engine, record, parameters)
         finally:
             notes = tuple(step.notes)
             self.discard()
@@ -248,7 +265,12 @@ class Clipper:
                 "the scaler will lower the scale.",
             )
         record.update_rule()
+        if self._example_rule is not None and seen is not None:
+            self._example_rule.remember(seen)
+            notes += tuple(self._example_rule.messages())
         outcome = record.outcome(engine.name if engine else "none", notes)
+        if examples is not None:
+            outcome = replace(outcome, example_weights=examples.weights())
         deposit(parameters, gradients)
         self.outcome = outcome
         self._mistakes.after(parameters)
@@ -271,11 +293,17 @@ class Clipper:
 
     def _result(
         self, engine: Engine | None, record: StepRecord, parameters: dict[str, nn.Parameter]
-    ) -> Gradients:
-        """Return the clipped gradient, summed over all ranks if there are several."""
+    ) -> tuple[Gradients, Seen | None]:
+        """Return the clipped gradient, summed over all ranks if there are several.
+
+        And what all ranks saw of their examples, if the rule wants to know.
+        """
         if self._ranks is not None:
             self._ranks.describe(self.policy, self.grad_scaler, parameters)
         record.sync_ranks()
+        seen = None
+        if self._examples is not None:
+            seen = self._examples.gather(record, self._ranks)
         if self._ddp is not None:
             self._ddp.end()
         if engine is None:  # this rank has no examples, and adds nothing
@@ -286,9 +314,9 @@ class Clipper:
                 gradients = engine.finish()
             if self._overflowed(record):  # the scaler must see it, on every rank
                 gradients = {name: g.fill_(torch.nan) for name, g in gradients.items()}
-        if self._ddp is None:
-            return gradients
-        return self._ddp.ranks.sum(record.step, gradients, parameters)
+        if self._ddp is not None:
+            gradients = self._ddp.ranks.sum(record.step, gradients, parameters)
+        return gradients, seen
 
     def _overflowed(self, record: StepRecord) -> bool:
         """Whether micro-batches are skipped because the loss scale is too large."""
@@ -306,7 +334,7 @@ class Clipper:
 
     def discard(self) -> None:
         """Drop what was folded since the last `finish()`, for example to skip a bad batch."""
-        self._open = None
+        self._open = self._examples = None
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint must hold: steps, the rule's state, and what "auto" found.
@@ -358,14 +386,65 @@ class Clipper:
             self._fsdp.report_empty_batch(self._current().record, self.grad_scaler)
         step = self._current()
         place = {"first_position": step.record.examples, "batch_dim": self.batch_dim}
-        microbatches = cut(batch, b, domains=domains, ids=ids, **place)
-        step.note_size(microbatches.examples, final)
+        given: dict[str, Any] = {"domains": domains, "ids": ids, **place}
+        if self._example_rule is None:
+            microbatches = cut(batch, b, **given)
+            step.note_size(microbatches.examples, final)
+            self._fold_microbatches(loss_fn, microbatches, final)
+        else:
+            self._fold_weighted(loss_fn, batch, given, final)
+
+    def _fold_weighted(
+        self, loss_fn: LossFn, batch: Any, given: dict[str, Any], final: bool
+    ) -> None:
+        """Fold a batch of weighted examples.
+
+        Without clipping, it is one micro-batch: a single weighted backward pass. If `loss_fn`
+        returns a mean, it is cut as asked for, and the micro-batches are weighted instead.
+        """
+        rule, examples, ids = self._example_rule, self._examples, given["ids"]
+        assert rule is not None
+        assert examples is not None
+        b, name = self.policy.microbatch_size, name_of(loss_fn)
+        if rule.clip is not None or rule.needs_norms or self._losses_of.get(name) is False:
+            microbatches = cut(batch, b, **given)
+            self._fold_microbatches(loss_fn, examples.weigh(microbatches, ids, False), final)
+            return
+        microbatches = examples.weigh(cut(batch, None, **given), ids, True)
+        before = None
+        if name not in self._losses_of:  # its first call may turn out to be one too many
+            before = self._selector.memory.snapshot(loss_fn)
+            microbatches = microbatches.keep_copy()
+        try:
+            self._fold_microbatches(loss_fn, microbatches, final)
+            self._losses_of[name] = True
+        except MeanOfExamplesError:
+            if b is None:
+                raise ValueError(
+                    f"{type(rule).__name__} weights examples, but loss_fn returns the mean of "
+                    f"{microbatches.examples} losses. Return the losses themselves, as with "
+                    'reduction="none". If that is impossible, pass microbatch_size=1 (slow) or '
+                    "more, and the micro-batches are weighted."
+                ) from None
+            if before is not None:
+                before.restore()
+                microbatches.reverted()
+            self._losses_of[name] = False
+            examples.forget_last()
+            self._fold_weighted(loss_fn, batch, given, final)
+
+    def _fold_microbatches(
+        self, loss_fn: LossFn, microbatches: MicrobatchList, final: bool
+    ) -> None:
+        step = self._current()
         if self.step & (self.step + 1) == 0:
             step.record.on_loss = partial(self._mistakes.in_loss, microbatches=microbatches)
             self._mistakes.in_batch(microbatches, self.step)
         try:
             with self.local(), self._mistakes.watching(microbatches, self.step):
                 step.fold(loss_fn, microbatches, final, self._communication)
+        except MeanOfExamplesError:  # before anything was recorded
+            raise
         except BaseException as error:
             self._abandon(error, final)
             raise
@@ -403,12 +482,28 @@ class Clipper:
         names = names or tuple(range(step.record.examples, step.record.examples + size))
         try:
             microbatch = Microbatch(None, range(size), domain, names)
+            if self._examples is not None:
+                microbatch = self._weighted(microbatch, loss, ids)
             step.add_gradients(engine, parameters, microbatch, loss, loss_scale)
         except BaseException as error:
             for parameter, gradient in zip(parameters.values(), kept, strict=True):
                 parameter.grad = gradient
             self._abandon(error, final=False)
             raise
+
+    def _weighted(self, microbatch: Microbatch, loss: Tensor | None, ids: Ids | None) -> Microbatch:
+        """Return a micro-batch, whose gradient is there already, with weights of its examples."""
+        assert self._examples is not None
+        if loss is None:
+            raise ValueError(
+                f"{self.policy.rule!r} needs the loss of every micro-batch. Pass it to fold(): "
+                "clipper.fold(loss=loss, ids=ids)."
+            )
+        one = MicrobatchList(None, [microbatch.positions], [microbatch.domain], [microbatch.ids])
+        weighted = self._examples.weigh(one, ids, False)[0]
+        assert weighted.weights is not None
+        weighted.weights.multipliers([weighted.positions], loss.detach().reshape(-1)[:1])
+        return weighted
 
     def _current(self) -> Step:
         """Return the step in progress; start one if there is none."""
@@ -417,6 +512,8 @@ class Clipper:
             if self._ddp is not None:  # on every rank, with or without examples
                 self._ddp.begin(self.step)
             self._open = Step(self.step, self.policy, self._selector, self._ranks)
+            if self._example_rule is not None and self._ids is not None:
+                self._examples = ExampleStep(self._example_rule, self._ids, self.step)
         return self._open
 
     @property

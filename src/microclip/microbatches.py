@@ -35,6 +35,53 @@ Domains = Tensor | Sequence[Hashable]
 Ids = Tensor | Sequence[Hashable]
 
 
+class ExampleWeights:
+    """The weights of a batch's examples, by their position in the batch.
+
+    Args:
+        values: The weights, on the host; None if they are taken from losses.
+        from_losses: Returns weights for losses on the host, if they are not known beforehand.
+        are_required: Whether the examples must be weighted one by one, so that a mean loss over
+            several of them will not do.
+    """
+
+    def __init__(
+        self,
+        values: Tensor | None,
+        count: int,
+        from_losses: Callable[[Tensor], Tensor] | None = None,
+        are_required: bool = False,
+    ) -> None:
+        self.values = torch.ones(count, dtype=torch.float64) if values is None else values.double()
+        self.are_required = are_required
+        self.leaves_losses = False  # whether losses stay as they are, and only sizes are weighted
+        self._from_losses = from_losses
+
+    def multipliers(self, positions: Sequence[Sequence[int]], losses: Tensor) -> Tensor | None:
+        """Return factors for losses, so that each micro-batch's mean loss becomes a weighted mean.
+
+        Args:
+            positions: The examples of each micro-batch; all of them make up `losses`.
+            losses: One loss per example, or per micro-batch.
+        """
+        if self._from_losses is not None:
+            found = self._from_losses(losses.detach().cpu()).double()
+            if len(losses) != sum(map(len, positions)):
+                found = found.repeat_interleave(torch.tensor([*map(len, positions)]))
+            self.values[list(chain.from_iterable(positions))] = found
+        if self.leaves_losses:
+            return None
+        factors = []
+        for each in positions:
+            weights = self.values[list(each)]
+            factors.append(weights * (len(each) / weights.sum().clamp(min=1e-300)))
+        return torch.cat(factors).to(losses.device, losses.dtype)
+
+    def total(self, positions: Sequence[int]) -> float:
+        """Return the sum of the weights of some examples."""
+        return float(self.values[list(positions)].sum())
+
+
 @dataclasses.dataclass(frozen=True)
 class Microbatch:
     """A few examples of one domain."""
@@ -44,11 +91,24 @@ class Microbatch:
     domain: Hashable  # None when no domains were given
     ids: tuple[Hashable, ...]  # positions in the mini-batch when no ids were given
     batch_dim: int = 0
+    weights: ExampleWeights | None = None  # None: all examples count the same
 
     @property
     def size(self) -> int:
         """The number of examples."""
         return len(self.positions)
+
+    @property
+    def effective_size(self) -> float:
+        """The sum of the weights of its examples."""
+        return self.size if self.weights is None else self.weights.total(self.positions)
+
+    def mean(self, losses: Tensor) -> Tensor:
+        """Return the mean of one loss per example, weighted if examples are."""
+        if self.weights is None:
+            return losses.mean()
+        factors = self.weights.multipliers([self.positions], losses)
+        return losses.mean() if factors is None else (losses * factors).mean()
 
     @property
     def batch(self) -> Any:
@@ -69,6 +129,7 @@ class MicrobatchList(Sequence[Microbatch]):
         ids: The ids of the examples, for each micro-batch.
         spare: A copy of the batch, in case it is written to.
         batch_dim: The dimension that the examples lie along.
+        weights: The weights of the examples, if they differ.
     """
 
     def __init__(
@@ -79,8 +140,10 @@ class MicrobatchList(Sequence[Microbatch]):
         ids: list[tuple[Hashable, ...]],
         spare: Any = None,
         batch_dim: int = 0,
+        weights: ExampleWeights | None = None,
     ) -> None:
         self.sizes = [len(each) for each in positions]
+        self.weights = weights
         self.domains = domains
         self.ids = ids
         self.batch_dim = batch_dim
@@ -101,9 +164,26 @@ class MicrobatchList(Sequence[Microbatch]):
     def __getitem__(self, index: int | slice) -> Microbatch | MicrobatchList:
         batch, positions, domains, ids = self._batch, self._positions, self.domains, self.ids
         if isinstance(index, slice):
-            more = self._spare, self.batch_dim
+            more = self._spare, self.batch_dim, self.weights
             return MicrobatchList(batch, positions[index], domains[index], ids[index], *more)
-        return Microbatch(batch, positions[index], domains[index], ids[index], self.batch_dim)
+        cut_at = positions[index], domains[index], ids[index]
+        return Microbatch(batch, *cut_at, self.batch_dim, self.weights)
+
+    @property
+    def effective_sizes(self) -> list[float]:
+        """The sums of the weights of each micro-batch's examples."""
+        if self.weights is None:
+            return [*map(float, self.sizes)]
+        return [self.weights.total(each) for each in self._positions]
+
+    def multipliers(self, losses: Tensor) -> Tensor | None:
+        """Return factors for one loss per example, micro-batch after micro-batch; None: all 1."""
+        return None if self.weights is None else self.weights.multipliers(self._positions, losses)
+
+    @property
+    def order(self) -> list[int]:
+        """The positions of the examples in the batch, micro-batch after micro-batch."""
+        return list(chain.from_iterable(self._positions))
 
     def chosen(self, rows: Sequence[int]) -> MicrobatchList:
         """Return the micro-batches of these rows, in this order."""
@@ -114,7 +194,13 @@ class MicrobatchList(Sequence[Microbatch]):
             [self.ids[row] for row in rows],
             self._spare,
             self.batch_dim,
+            self.weights,
         )
+
+    def with_weights(self, weights: ExampleWeights) -> MicrobatchList:
+        """Return the same micro-batches, of weighted examples."""
+        more = self._spare, self.batch_dim, weights
+        return MicrobatchList(self._batch, self._positions, self.domains, self.ids, *more)
 
     def keep_copy(self) -> MicrobatchList:
         """Return the same micro-batches, with a spare copy of the batch."""
@@ -159,7 +245,8 @@ class MicrobatchList(Sequence[Microbatch]):
         return self.as_it_is
 
     def _over(self, batch: Any, spare: Any) -> MicrobatchList:
-        return MicrobatchList(batch, self._positions, self.domains, self.ids, spare, self.batch_dim)
+        more = spare, self.batch_dim, self.weights
+        return MicrobatchList(batch, self._positions, self.domains, self.ids, *more)
 
     @cached_property
     def examples(self) -> int:
@@ -179,7 +266,7 @@ class MicrobatchList(Sequence[Microbatch]):
     @property
     def whole(self) -> Any:
         """All examples, micro-batch after micro-batch, in a new container."""
-        positions = list(chain.from_iterable(self._positions))
+        positions = self.order
         if positions == list(range(count_examples(self._batch, self.batch_dim))):
             return _map(lambda leaf: leaf, self._batch)
         return _select(self._batch, positions, self.batch_dim)

@@ -30,6 +30,7 @@ class Outcome:
     ids: tuple[tuple[Hashable, ...], ...]  # positions in the mini-batch when no ids were given
     engine: str  # the engine that did the work
     notes: tuple[str, ...] = ()  # remarks on this step for the user
+    example_weights: Tensor | None = None  # in the order of `ids`, if the rule weights examples
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -38,6 +39,11 @@ class Outcome:
     def bound(self) -> Tensor:
         """The bound; with several domains, the smallest one."""
         return self.bounds.min() if len(self) else self.bounds.new_full((), torch.nan)
+
+    @property
+    def held_back(self) -> int | None:
+        """How many examples have less than half their weight; None if examples are not weighted."""
+        return None if self.example_weights is None else int((self.example_weights < 0.5).sum())
 
     @property
     def mean_weight(self) -> Tensor:

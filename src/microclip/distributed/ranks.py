@@ -59,6 +59,7 @@ class Ranks:
         self._settings = SharedSettings()
         self._unread: Tensor | None = None
         self._capacity = 0  # micro-batches that fit into a message, the same on every rank
+        self._examples = 0  # examples that fit into a message
 
     def describe(
         self, policy: Policy, scaler: GradScaler | None, parameters: dict[str, nn.Parameter]
@@ -68,7 +69,7 @@ class Ranks:
             self._settings.describe(policy, scaler, parameters)
 
     def exchange(
-        self, step: int, norms: Tensor, sizes: Sequence[int], domains: Sequence[Hashable]
+        self, step: int, norms: Tensor, sizes: Sequence[float], domains: Sequence[Hashable]
     ) -> AllMicrobatches:
         """Send this rank's norms and receive those of all. Every rank calls it, once per step."""
         rows = torch.zeros(3, len(sizes), dtype=multitensor.widest(self.device), device=self.device)
@@ -231,6 +232,28 @@ class Ranks:
         missing = [name for name, n in zip(parameters, present.tolist(), strict=True) if n == 0]
         return {name: gradient for name, gradient in found.items() if name not in missing}
 
+    def gather_examples(self, step: int, rows: Tensor) -> Tensor:
+        """Return the examples of all ranks, rank after rank, as columns of 64-bit integers.
+
+        Every rank calls it, once per step.
+        """
+        kinds, count = rows.shape
+        rows = rows.to(self.device)
+        while True:
+            message = rows.new_zeros(1 + kinds * self._examples)
+            message[0] = count
+            if count <= self._examples:
+                message[1:].view(kinds, -1)[:, :count] = rows
+            heard = message.new_empty(self.count, len(message))
+            with self._answered(step):
+                dist.all_gather(list(heard.unbind()), message, group=self.group)
+            counts = heard[:, 0].tolist()
+            if max(counts) <= self._examples:
+                break
+            self._examples = max(counts)  # every rank sees the same counts and tries again
+        table = heard[:, 1:].view(self.count, kinds, self._examples)
+        return torch.cat([table[r, :, :n] for r, n in enumerate(counts)], 1).cpu()
+
     def copy_from_first(self, tensors: list[Tensor]) -> None:
         """Copy the tensors of the first rank to every rank."""
         for dtype in dict.fromkeys(
@@ -340,7 +363,7 @@ def _policy(policy: Policy, scaler: GradScaler | None) -> Iterator[tuple[str, st
     if " at 0x" in shown:  # a memory address is not part of a rule
         shown = f"{type(rule).__qualname__}({vars(rule)})" if hasattr(rule, "__dict__") else ""
     yield "rule", shown if " at 0x" not in shown else type(rule).__qualname__
-    yield "rule's state", repr(rule.state_dict())
+    yield "rule's state", rule.fingerprint()
     yield "microbatch_size", str(policy.microbatch_size)
     yield "reduction", policy.reduction
     yield "nonfinite", policy.nonfinite

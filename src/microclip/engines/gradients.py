@@ -49,11 +49,22 @@ class MeansOnly:
         return loss
 
 
+class MeanOfExamplesError(Exception):
+    """`loss_fn` returns a mean over examples that have to be weighted one by one."""
+
+
 def evaluate(loss_fn: LossFn, microbatch: Microbatch) -> tuple[Tensor, Tensor | None]:
-    """Return the mean loss of a micro-batch and, if `loss_fn` returns them, the losses."""
+    """Return the mean loss of a micro-batch and, if `loss_fn` returns them, the losses.
+
+    The mean is weighted if the examples have weights.
+    """
     loss = call(loss_fn, microbatch.batch, microbatch.size)
     if loss.dim() == 1 and loss.numel() == microbatch.size:
-        return loss.mean(), loss.detach()
+        return microbatch.mean(loss), loss.detach()
+    if microbatch.weights is not None:
+        if microbatch.weights.are_required and microbatch.size > 1:
+            raise MeanOfExamplesError
+        microbatch.weights.multipliers([microbatch.positions], loss.reshape(1))
     return loss if loss.dim() == 0 else loss.reshape(()), None
 
 

@@ -60,6 +60,9 @@ class StepRecord:
         self._all: AllMicrobatches | None = None
         # one entry per micro-batch
         self._sizes: list[int] = []
+        self._effective: list[float] = []  # sums of the weights of their examples
+        self._is_weighted = False  # whether examples have weights of their own
+        self._examples_of_all = 0  # over all ranks, if examples have weights
         self._domains: list[Hashable] = []
         self._ids: list[tuple[Hashable, ...]] = []
         self._found: list[_Found] = []
@@ -81,8 +84,12 @@ class StepRecord:
         self, microbatch: Microbatch, norm: Tensor, loss: Tensor | None, each: Tensor | None = None
     ) -> None:
         """Record a micro-batch, without keeping its batch."""
+        if microbatch.weights is not None:
+            self._is_weighted = True
+            loss = loss if each is None else each.mean()  # and not the weighted mean
         found = _Found(norm.view(1), None if loss is None else loss.view(1), each)
-        self._append([microbatch.size], [microbatch.domain], [microbatch.ids], found)
+        sizes = [microbatch.size], [microbatch.effective_size]
+        self._append(*sizes, [microbatch.domain], [microbatch.ids], found)
 
     def extend(
         self,
@@ -93,11 +100,14 @@ class StepRecord:
     ) -> None:
         """Record several micro-batches at once."""
         found = _Found(norms, losses, each)
-        self._append(microbatches.sizes, microbatches.domains, microbatches.ids, found)
+        self._is_weighted |= microbatches.weights is not None
+        sizes = microbatches.sizes, microbatches.effective_sizes
+        self._append(*sizes, microbatches.domains, microbatches.ids, found)
 
     def _append(
         self,
         sizes: list[int],
+        effective: list[float],
         domains: list[Hashable],
         ids: list[tuple[Hashable, ...]],
         found: _Found,
@@ -108,6 +118,7 @@ class StepRecord:
             self._rows.setdefault(domain, []).extend(range(row, row + count))
             row += count
         self._sizes += sizes
+        self._effective += effective
         self._domains += domains
         self._ids += ids
         self._found.append(found)
@@ -117,11 +128,11 @@ class StepRecord:
         return self._of(domain, self._all_norms())
 
     def sizes(self, domain: Hashable) -> Tensor:
-        """Return the sizes of one domain's micro-batches, in the dtype of the norms."""
+        """Return the effective sizes of a domain's micro-batches, in the dtype of the norms."""
         norms, rows = self._all_norms(), self._rows[domain]
         found = self._sizes_of.get(domain)
         if found is None or len(found) != len(rows):
-            sizes = [float(self._sizes[row]) for row in rows]
+            sizes = [self._effective[row] for row in rows]
             found = torch.tensor(sizes, dtype=norms.dtype, device=norms.device)
             self._sizes_of[domain] = found
         return found
@@ -152,9 +163,34 @@ class StepRecord:
             self._all = self.ranks.exchange(
                 self.step,
                 self._all_norms(),
-                self._sizes,
+                self._effective,
                 self._domains,
             )
+
+    def note_examples(self, weighted: bool, examples: int) -> None:
+        """Note how many examples all ranks have together, and whether they have weights."""
+        self._is_weighted, self._examples_of_all = weighted, examples
+
+    def domains_of_examples(self, key: Callable[[Hashable], int]) -> list[int]:
+        """Return the key of each example's domain."""
+        pairs = zip(self._domains, self._sizes, strict=True)
+        return [found for domain, size in pairs for found in [key(domain)] * size]
+
+    def norms_of_all(self) -> Tensor:
+        """Return the norms of all micro-batches, in the order they were added."""
+        return self._all_norms()
+
+    def example_losses(self) -> Tensor:
+        """Return a loss for each example, that of its micro-batch if it has none of its own."""
+        self._all_norms()
+        if not self._found:
+            return torch.zeros(0, dtype=torch.float64)
+        found = self._found[0]
+        if found.example_losses is not None:
+            return found.example_losses.double()
+        assert found.losses is not None
+        sizes = torch.tensor(self._sizes, device=found.losses.device)
+        return found.losses.double().repeat_interleave(sizes)
 
     def weigh(self, domain: Hashable) -> Weighting:
         """Apply the rule to one domain; all its micro-batches must have been added."""
@@ -197,6 +233,8 @@ class StepRecord:
             for name in self._names()
         ]
         total = torch.stack(parts).sum() + self._poison()
+        if self._is_weighted:
+            return self._weighted_divisor(total)
         if self.policy.reduction == "mean":
             return total.clamp(min=1)  # nothing left: the gradient is zero anyway
         if self._all is None:
@@ -209,6 +247,19 @@ class StepRecord:
         largest, examples = max(sizes, default=1), max(1, sum(sizes))
         size = min(self.policy.microbatch_size or largest, examples)
         return torch.full_like(total, size) + self._poison()
+
+    def _weighted_divisor(self, total: Tensor) -> Tensor:
+        """Return the divisor if examples have weights, whose total this is.
+
+        It is at least a thousandth of the examples: a step in which nearly all are held back must
+        not be made of the few weights that are left.
+        """
+        examples = self._examples_of_all or sum(self._sizes)
+        total = total.clamp(min=max(examples, 1) / 1000)
+        if self.policy.reduction == "mean":
+            return total
+        size = min(self.policy.microbatch_size or max(self._sizes, default=1), max(examples, 1))
+        return total * (size / max(examples, 1))
 
     def _poison(self) -> Tensor | float:
         """Return NaN if a nonfinite norm must spoil every domain, else 0.
@@ -266,9 +317,12 @@ class StepRecord:
 
     def outcome(self, engine: str, notes: tuple[str, ...]) -> Outcome:
         """Return what the step did; nothing is changed by it."""
-        sizes = self._gather(self.sizes)
         skipped = self._gather(lambda domain: self.weigh(domain).skipped).bool()
         norms, poison = self._all_norms(), self._poison()
+        sizes = torch.tensor(self._sizes, dtype=norms.dtype, device=norms.device)
+        weights = self._gather(lambda domain: self.weigh(domain).weights + poison)
+        if self._is_weighted:
+            weights = weights * (self._gather(self.sizes) / sizes)
         losses = self._found[0].losses if self._found else None
         return Outcome(
             step=self.step,
@@ -276,7 +330,7 @@ class StepRecord:
             losses=losses,
             example_losses=self._found[0].example_losses if self._found else None,
             norms=norms,
-            weights=self._gather(lambda domain: self.weigh(domain).weights + poison),
+            weights=weights,
             bounds=self._gather(
                 lambda domain: (self.weigh(domain).bound + poison).expand(len(self._rows[domain]))
             ),
@@ -332,7 +386,7 @@ class RankExchange(Protocol):
     """Sends the norms of this rank and receives those of all ranks."""
 
     def exchange(
-        self, step: int, norms: Tensor, sizes: Sequence[int], domains: Sequence[Hashable]
+        self, step: int, norms: Tensor, sizes: Sequence[float], domains: Sequence[Hashable]
     ) -> AllMicrobatches:
         """Return the micro-batches of all ranks. Every rank calls it, once per step."""
         ...

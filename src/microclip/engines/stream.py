@@ -76,7 +76,7 @@ class Stream(Engine):
         if self.record.policy.nonfinite != "propagate":
             _blank_if_nonfinite(gradients, norm)
         sum_ = self._sums.of(microbatch.domain)
-        multiple = sum_.multiples(self._sums.shares(norm, microbatch.size), norm)
+        multiple = sum_.multiples(self._sums.shares(norm, microbatch.effective_size), norm)
         add_multiple(sum_.gradients, gradients, multiple, keeps=not is_lent)
 
     def norm(self, gradients: Gradients) -> Tensor:
@@ -151,7 +151,7 @@ class Sums:
         """Return the sum of a domain."""
         return self._open.setdefault(domain, Sum())
 
-    def shares(self, norms: Tensor, sizes: Tensor | int) -> Tensor:
+    def shares(self, norms: Tensor, sizes: Tensor | float) -> Tensor:
         """Return size x weight of micro-batches, up to a common factor."""
         return sizes * self._factors(norms)
 

@@ -148,7 +148,8 @@ class Fused(Engine):
                     if losses.shape != (groups.examples,):
                         raise MeanLossError(MEAN_LOSS)
                     losses = recorder.in_order(losses)
-                means = groups.means(losses)
+                factors = microbatches.multipliers(losses)
+                means = groups.means(losses if factors is None else losses * factors)
                 is_new = self.verifier.is_new(recorder.tracker.trail)
                 step = self.record.step
                 if is_new or step & (step + 1) == 0:
@@ -174,7 +175,7 @@ class Fused(Engine):
         return _Pass(
             contributions,
             norms,
-            means.detach(),
+            means.detach() if factors is None else groups.means(losses.detach()),
             losses.detach(),
             trail=tracker.trail,
             reads=recorder.reads.values,
@@ -266,7 +267,8 @@ class Fused(Engine):
             with watch as autocast, HostReads() as reads:
                 batch = copied(chunk[row].batch)
                 with found.contributions.compared(order.index(row), self.parameters) as comparison:
-                    backward(call(loss_fn, batch, chunk[row].size).mean(), self.scaler)
+                    loss = chunk[row].mean(call(loss_fn, batch, chunk[row].size))
+                    backward(loss, self.scaler)
             suspect = comparison.suspect(autocast.seen)
             if drawn or now.moved(self._devices):
                 return suspect is None  # a difference may come from the random numbers
@@ -289,9 +291,9 @@ class Fused(Engine):
         if self.record.policy.nonfinite != "propagate":
             contributions.leave_out(~norms.isfinite())
         domains = list(dict.fromkeys(microbatches.domains))
+        sizes = norms.new_tensor(microbatches.effective_sizes)
         for domain in domains:
             here = torch.tensor([d == domain for d in microbatches.domains], device=norms.device)
-            sizes = contributions.groups.sizes_like(norms)
             sum_ = self._sums.of(domain)
             shares = self._sums.shares(norms, sizes).masked_fill(~here, torch.nan)
             multiples = sum_.multiples(shares, norms) * here

@@ -2,8 +2,7 @@ r"""Rules: from the norms of a mini-batch's micro-batch gradients to the weight 
 
 Pure functions of a vector that know nothing of models, gradients or domains: a rule sees the norms
 of one domain. Engines call rules through `apply`, which hides the norms that do not count, so that
-every rule, custom ones included, treats the edge cases the same way. `parse_rule` reads a rule that
-is written as text.
+every rule, custom ones included, treats the edge cases the same way.
 
 ==================  ==========================================================================
 norms               what comes out, for every rule
@@ -35,15 +34,12 @@ tensor([1.3333, 1.0000, 0.6667])
 
 from __future__ import annotations
 
-import ast
 import math
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
-
-__all__ = ["Automatic", "Fixed", "Mean", "Median", "MinNorm", "Quantile", "Rule", "Unit"]
 
 Nonfinite = Literal["propagate", "skip", "raise"]
 NONFINITE: tuple[str, ...] = get_args(Nonfinite)
@@ -92,6 +88,10 @@ class Rule:
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint; empty by default."""
         return {}
+
+    def fingerprint(self) -> str:
+        """Return a short text that differs if the state does, to compare ranks."""
+        return repr(self.state_dict())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned."""
@@ -186,7 +186,7 @@ class Quantile(_FromNorms):
     rescale: bool = False
 
     def __post_init__(self) -> None:
-        if not _is_number(self.q) or not 0 <= self.q <= 1:
+        if not is_number(self.q) or not 0 <= self.q <= 1:
             raise ValueError(f"Quantile needs a q between 0 and 1, but got {self.q!r}.")
 
     def bound(self, norms: Tensor, sizes: Tensor) -> Tensor:
@@ -229,6 +229,23 @@ class Unit(Rule):
 
 
 @dataclass(frozen=True)
+class Keep(Rule):
+    """Every weight is 1: the plain gradient, with the norms of the micro-batches on record.
+
+    >>> Keep().weights(torch.tensor([0.5, 4.0]), torch.ones(2))
+    tensor([1., 1.])
+    """
+
+    def weights(self, norms: Tensor, sizes: Tensor) -> Tensor:
+        """Return 1."""
+        return torch.ones_like(norms)
+
+    def factor(self, norms: Tensor) -> Tensor:
+        """Return the weight itself: it does not depend on the norms at all."""
+        return torch.ones_like(norms)
+
+
+@dataclass(frozen=True)
 class Fixed(Rule):
     """DP-SGD's micro-batch clipping: a gradient longer than c is scaled to length c.
 
@@ -239,7 +256,7 @@ class Fixed(Rule):
     c: float
 
     def __post_init__(self) -> None:
-        if not _is_number(self.c) or not self.c > 0:
+        if not is_number(self.c) or not self.c > 0:
             raise ValueError(f"Fixed needs a bound greater than 0, but got {self.c!r}.")
 
     def weights(self, norms: Tensor, sizes: Tensor) -> Tensor:
@@ -269,7 +286,7 @@ class Automatic(Rule):
     gamma: float = 0.01
 
     def __post_init__(self) -> None:
-        if not _is_number(self.gamma) or not 0 <= self.gamma < math.inf:
+        if not is_number(self.gamma) or not 0 <= self.gamma < math.inf:
             raise ValueError(f"Automatic needs a finite gamma >= 0, but got {self.gamma!r}.")
 
     def weights(self, norms: Tensor, sizes: Tensor) -> Tensor:
@@ -279,31 +296,6 @@ class Automatic(Rule):
     def factor(self, norms: Tensor) -> Tensor:
         """Return the weight itself: it does not depend on the other norms."""
         return 1 / (norms + self.gamma)
-
-
-# By name, as on a command line.
-KNOWN: dict[str, type[Rule]] = {name: globals()[name] for name in __all__ if name != "Rule"}
-
-
-def parse_rule(text: str) -> Rule:
-    """Return the rule that is written like Quantile(0.25) or Median(rescale=True).
-
-    >>> parse_rule("MinNorm"), parse_rule("Quantile(0.25)"), parse_rule("Median(rescale=True)")
-    (MinNorm(), Quantile(q=0.25, rescale=False), Median(rescale=True))
-    """
-    try:
-        call = ast.parse(text.strip(), mode="eval").body
-    except SyntaxError as error:
-        raise ValueError(f"{text!r} is not a rule; write one as in Quantile(0.25).") from error
-    if isinstance(call, ast.Name):
-        call = ast.Call(call, [], [])
-    named = call.func if isinstance(call, ast.Call) else None
-    if not isinstance(call, ast.Call) or not isinstance(named, ast.Name) or named.id not in KNOWN:
-        raise ValueError(f"There is no rule {text!r}; there are {', '.join(KNOWN)}.")
-    return KNOWN[named.id](
-        *(ast.literal_eval(value) for value in call.args),
-        **{str(word.arg): ast.literal_eval(word.value) for word in call.keywords},
-    )
 
 
 @dataclass(frozen=True)
@@ -400,7 +392,7 @@ def _checked(rule: Rule, what: str, found: object, norms: Tensor) -> Tensor:
 
 def _as_like(rule: Rule, what: str, found: object, norms: Tensor) -> Tensor:
     """Return what a rule returned, in the dtype of the norms."""
-    if what == "bound" and _is_number(found):
+    if what == "bound" and is_number(found):
         return torch.full_like(norms[:1], float(found))  # type: ignore[arg-type]
     if not isinstance(found, Tensor) or found.is_complex():
         kind = str(found.dtype) if isinstance(found, Tensor) else type(found).__name__
@@ -417,8 +409,8 @@ def _as_like(rule: Rule, what: str, found: object, norms: Tensor) -> Tensor:
 
 
 def _is_builtin(rule: Rule) -> bool:
-    """Whether a rule is defined in this module, and need not be checked at every step."""
-    return type(rule).__module__ == __name__
+    """Whether a rule is defined in this package, and need not be checked at every step."""
+    return type(rule).__module__.rpartition(".")[0] == __name__.rpartition(".")[0]
 
 
 def _depth(rule: Rule, method: str) -> int:
@@ -428,5 +420,6 @@ def _depth(rule: Rule, method: str) -> int:
     return next(i for i, kind in enumerate(type(rule).__mro__) if method in vars(kind))
 
 
-def _is_number(value: object) -> bool:
+def is_number(value: object) -> bool:
+    """Whether this is a number other than NaN."""
     return isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)

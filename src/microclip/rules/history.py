@@ -1,0 +1,407 @@
+"""Rules that remember every example: those whose loss stays high are held back.
+
+Each example has a moving average of its losses (or of its gradient norms), over its visits. Once
+training has learned most examples, the averages fall into two groups, and an example's weight is
+the probability that it belongs to the lower one.
+
+High losses may belong to hard examples, too. So holding back starts as a *trial*: examples that
+are right get better even while they are left out, because the others teach what they need; wrong
+ones do not. If the suspects get better, all are released, for good.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import warnings
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from microclip.rules.example_table import ExampleTable
+from microclip.rules.examples import ExampleRule, Seen
+from microclip.rules.norms import Rule, is_number
+
+# Chosen on development seeds of the dirty-data benchmark, and then left alone.
+MEMORY = 0.9  # the largest share of the past in an average
+STARTED = 0.35  # the median loss, relative to the first one, at which most examples are learned
+EARLIEST, LATEST = 0.1, 0.3  # when the trial starts, as a share of training
+TRIAL = 0.1  # its length
+TRIAL_VISITS = 2  # and its least length, in visits of every example
+VISITS = 3  # an example that was seen less often is not held back
+IMPROVED = 0.75  # suspects are released if their loss falls below this share of their first one,
+AS_BAD = 0.9  # or below this share of an untrained model's
+FEW_VISITS = 8  # below this, training is too short to tell
+UNTOLD = 10  # visits after which the trial starts if nobody said how long training takes
+ITERATIONS = 25
+SAMPLE = 100_000  # averages that the mixture is fitted to, at most
+SMALL = 20  # examples of a domain, below which none of them is held back
+
+Phase = Literal["watching", "trial", "holding", "released", "off"]
+
+logger = logging.getLogger("microclip")
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """Two normal distributions, fitted to averages of losses."""
+
+    low: float  # means
+    high: float
+    low_variance: float
+    high_variance: float
+    share: float  # of the upper one
+
+    @classmethod
+    def fit(cls, values: Tensor) -> Mixture | None:
+        """Fit by expectation maximization; None if the values do not vary."""
+        values = values.double()
+        if len(values) > SAMPLE:
+            values = values[:: -(-len(values) // SAMPLE)]
+        if len(values) < 2:
+            return None
+        variance = values.var(correction=0)
+        if not variance > 1e-12 * values.square().mean():
+            return None
+        floor = 1e-3 * variance
+        means = torch.quantile(values, torch.tensor([0.25, 0.9], dtype=torch.float64))
+        variances = variance.expand(2).clone()
+        shares = torch.tensor([0.5, 0.5], dtype=torch.float64)
+        for _ in range(ITERATIONS):
+            distance = (values[:, None] - means).square() / variances
+            scores = shares.log() - 0.5 * (variances.log() + distance)
+            members = scores.softmax(1)
+            sizes = members.sum(0).clamp(min=1e-9)
+            means = (members * values[:, None]).sum(0) / sizes
+            variances = (members * (values[:, None] - means).square()).sum(0) / sizes + floor
+            shares = (sizes / len(values)).clamp(1e-6, 1 - 1e-6)
+        order = means.argsort().tolist()
+        low, high = order
+        return cls(
+            means[low].item(),
+            means[high].item(),
+            variances[low].item(),
+            variances[high].item(),
+            shares[high].item(),
+        )
+
+    def weights(self, values: Tensor) -> Tensor:
+        """Return the probability of the lower distribution; 1 below its mean, 0 above the other."""
+        values = values.double()
+        odds = math.log((1 - self.share) / self.share)
+        odds -= 0.5 * math.log(self.low_variance / self.high_variance)
+        below = (values - self.low).square() / self.low_variance
+        above = (values - self.high).square() / self.high_variance
+        found = torch.sigmoid(odds - 0.5 * (below - above))
+        found = torch.where(values <= self.low, 1.0, found)
+        return torch.where(values >= self.high, 0.0, found)
+
+
+class LossHistory(ExampleRule):
+    """Holds back examples whose loss stays high while the others are learned.
+
+    For training that visits every example about ten times or more, on data with wrong labels,
+    garbage or outliers. Needs ids, and one loss per example. On clean data it ends its trial and
+    then does nothing.
+
+    Args:
+        total_steps: How many steps training will have; the integrations know it.
+        clip: A rule from norms to weights, such as `Unit()`, which helps in regression with
+            outliers.
+        most: Warn if more than this share of all examples is held back.
+    """
+
+    def __init__(
+        self,
+        total_steps: int | None = None,
+        *,
+        clip: Rule | None = None,
+        most: float = 0.5,
+    ) -> None:
+        super().__init__(clip=clip, total_steps=total_steps)
+        if not is_number(most) or not 0 < most <= 1:
+            raise ValueError(f"most must be a share between 0 and 1, but got {most!r}.")
+        self.most = float(most)
+        self.table = ExampleTable(
+            average=torch.float32,  # of losses or norms
+            first=torch.float32,  # loss
+            last=torch.float32,  # loss
+            domain=torch.int16,
+            held=torch.bool,  # whether it was held back at its last visit
+        )
+        self.phase: Phase = "watching"
+        self.mixtures: dict[int, Mixture | None] = {}  # by number of the domain; -1: of all
+        self._domains: dict[int, int] = {0: 0}  # numbers of domains by key
+        self._steps = 0
+        self._visits = 0  # of all examples
+        self._checked = 0  # visits at the last look
+        self._trial_start = 0
+        self._first_loss = math.nan  # the mean of the first step
+        self._messages: list[str] = []
+        self._warned = False
+
+    def _settings(self) -> dict[str, Any]:
+        most = None if self.most == 0.5 else self.most
+        return {"total_steps": self.total_steps, "clip": self.clip, "most": most}
+
+    @property
+    def is_holding(self) -> bool:
+        """Whether examples are held back now."""
+        return self.phase in ("trial", "holding")
+
+    def weigh(self, keys: Tensor, losses: Tensor | None) -> Tensor:
+        """Return the probability that each example is right; 1 while nothing is known."""
+        if not self.is_holding or not self.mixtures:
+            return torch.ones(len(keys))
+        rows = self.table.find(keys)
+        found = self._weights(rows.clamp(min=0))
+        found[(rows < 0)] = 1.0
+        return found.float()
+
+    def _weights(self, rows: Tensor) -> Tensor:
+        """Return the weights of known examples."""
+        averages = self.table["average"][rows]
+        common = self.mixtures.get(-1)
+        found = torch.ones(len(rows), dtype=torch.float64)
+        if common is not None:
+            found = common.weights(averages)
+        domains = self.table["domain"][rows]
+        for number, mixture in self.mixtures.items():
+            if number >= 0:
+                here = domains == number
+                found[here] = 1.0 if mixture is None else mixture.weights(averages[here])
+        found[self.table["visits"][rows] < VISITS] = 1.0
+        return found
+
+    def remember(self, seen: Seen) -> None:
+        """Add the losses of a step to the record, and look at the whole of it once per epoch."""
+        self._steps = seen.step + 1
+        values = self._values(seen)
+        usable = seen.losses.isfinite() & values.isfinite()
+        columns = [seen.keys, seen.losses, values, seen.weights.double(), seen.domains]
+        if not bool(usable.all()):
+            columns = [column[usable] for column in columns]
+        keys, losses, values, weights, domains = _merged(*columns)
+        if not len(keys):
+            return
+        if math.isnan(self._first_loss):
+            self._first_loss = losses.mean().item()
+        table = self.table
+        rows = table.add(keys)
+        visits = table["visits"][rows].double() - 1  # earlier ones
+        new = visits == 0
+        share = (visits / (visits + 1)).clamp(max=MEMORY)
+        average = share * table["average"][rows].double() + (1 - share) * values
+        table["average"][rows] = average.float()
+        table["last"][rows] = losses.float()
+        table["first"][rows] = torch.where(new, losses.float(), table["first"][rows])
+        table["held"][rows] = weights < 0.5
+        table["domain"][rows] = self._numbers(domains)
+        self._visits += len(keys)
+        if self._visits >= max(2 * len(table), self._checked + len(table)):
+            self._checked = self._visits
+            self._look()
+
+    def _values(self, seen: Seen) -> Tensor:
+        """Return what is averaged over the visits of an example."""
+        return seen.losses
+
+    def _numbers(self, keys: Tensor) -> Tensor:
+        """Return small numbers for domains."""
+        if not bool(keys.any()):
+            return torch.zeros(len(keys), dtype=torch.int16)
+        numbers = [self._domains.setdefault(key, len(self._domains)) for key in keys.tolist()]
+        return torch.tensor(numbers).clamp(max=2**15 - 1).to(torch.int16)
+
+    def _look(self) -> None:
+        """Decide whether to start, go on, or release; then fit the mixtures again."""
+        if self.phase == "watching" and self._must_start():
+            self.phase, self._trial_start = "trial", self._visits
+            self._fit()
+            self._say(f"starts to hold examples back: {self._held_text()}, for a trial")
+        elif self.is_holding:
+            rows, weights = self._fit()
+            if self.phase == "holding" or self._trial_is_over():
+                self._judge(rows, weights)
+
+    @property
+    def _epochs(self) -> float | None:
+        """How often training will visit an example, if it is known."""
+        if self.total_steps is None:
+            return None
+        return self._visits / max(self._steps, 1) * self.total_steps / max(len(self.table), 1)
+
+    def _must_start(self) -> bool:
+        epochs, visits = self._epochs, self._visits / len(self.table)
+        if epochs is not None and epochs < FEW_VISITS:
+            self.phase = "off"
+            self._warn(
+                f"{type(self).__name__} holds nothing back: {self.total_steps} steps visit every "
+                f"example about {epochs:.1f} times, and it takes {FEW_VISITS} or more to tell "
+                "wrong examples from those not learned yet. Train longer, or use LossWeight()."
+            )
+            return False
+        if visits < VISITS:
+            return False
+        done = visits / epochs if epochs is not None else visits / UNTOLD
+        if done < EARLIEST:
+            return False
+        last = self.table["last"][self.table.known()]
+        learned = last.median().item() < STARTED * self._first_loss
+        return learned or done >= (LATEST if epochs is not None else 1)
+
+    def _trial_is_over(self) -> bool:
+        length = float(TRIAL_VISITS)
+        if self._epochs is not None:
+            length = max(length, TRIAL * self._epochs)
+        return self._visits - self._trial_start >= length * len(self.table)
+
+    def _fit(self) -> tuple[Tensor, Tensor]:
+        """Fit the mixtures; return the rows of all examples and their weights."""
+        table, rows = self.table, self.table.known()
+        averages, domains = table["average"][rows], table["domain"][rows]
+        self.mixtures = {-1: Mixture.fit(averages)}
+        if len(self._domains) > 1:
+            self._fit_domains(averages, domains, self._weights(rows))
+        weights = self._weights(rows)
+        share = (weights < 0.5).double().mean().item()
+        if share > self.most:
+            self._warn(
+                f"{type(self).__name__} holds back {share:.0%} of all examples, more than "
+                f"most={self.most:g}. If that many cannot be wrong, the others are not learned "
+                "well enough: use a larger learning rate or a longer training, or no rule."
+            )
+        return rows, weights
+
+    def _fit_domains(self, averages: Tensor, domains: Tensor, weights: Tensor) -> None:
+        """Judge a domain that would be held back as a whole by its own averages instead."""
+        counts = torch.bincount(domains.long(), minlength=len(self._domains))
+        held = torch.bincount(domains.long(), weights, len(self._domains))
+        for number in counts.nonzero().flatten().tolist():
+            if counts[number] < SMALL:
+                self.mixtures[number] = None
+            elif held[number] < 0.5 * counts[number]:
+                self.mixtures[number] = Mixture.fit(averages[domains == number])
+
+    def _judge(self, rows: Tensor, weights: Tensor) -> None:
+        """Go on only while suspects that were left out stay as bad as they were."""
+        table = self.table
+        suspects = rows[(weights < 0.5) & table["held"][rows]]
+        if not len(suspects):
+            self._release("none of them is suspicious any more")
+            return
+        last = table["last"][suspects].median().item()
+        first = table["first"][suspects].median().item()
+        if last <= IMPROVED * first:
+            better = f"their median loss fell from {first:.3g} to {last:.3g}"
+            self._release(f"{better} although they were left out, so they are hard, not wrong")
+        elif last <= AS_BAD * self._first_loss:
+            level = f"their median loss is {last:.3g}, an untrained model's {self._first_loss:.3g}"
+            self._release(f"{level}, so they are hard, not wrong")
+        elif self.phase == "trial":
+            self.phase = "holding"
+            self._say(
+                f"goes on holding back {self._held_text()}: left out for a trial, their median "
+                f"loss went from {first:.3g} to {last:.3g}, so the rest does not teach them"
+            )
+
+    def _release(self, reason: str) -> None:
+        self.phase, self.mixtures = "released", {}
+        self._say(f"releases all examples, for good: {reason}")
+
+    def _held_text(self) -> str:
+        held = int((self._weights(self.table.known()) < 0.5).sum())
+        return f"{held} of {len(self.table)} examples"
+
+    def _say(self, text: str) -> None:
+        message = f"{type(self).__name__} {text} (step {self._steps})."
+        logger.info(message)
+        self._messages.append(message)
+
+    def _warn(self, text: str) -> None:
+        if not self._warned:
+            self._warned = True
+            self._messages.append(text)
+            warnings.warn(text, RuntimeWarning, stacklevel=2)
+
+    def messages(self) -> list[str]:
+        """Return what happened since the last call."""
+        found, self._messages = self._messages, []
+        return found
+
+    def fingerprint(self) -> str:
+        """Return a short text that differs if the record does."""
+        sums = [self.table[c].double().sum().item() for c in ("average", "last", "visits")]
+        return repr((self.phase, len(self.table), self._steps, self._visits, *sums))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the whole record for a checkpoint: 16 bytes per example, and a few numbers."""
+        return {
+            "phase": self.phase,
+            "mixtures": {n: m and asdict(m) for n, m in self.mixtures.items()},
+            "domains": dict(self._domains),
+            "steps": self._steps,
+            "visits": self._visits,
+            "checked": self._checked,
+            "trial_start": self._trial_start,
+            "first_loss": self._first_loss,
+            "table": self.table.state_dict(),
+            "clip": {} if self.clip is None else self.clip.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
+        if "table" not in state:
+            raise ValueError(
+                f"The state of {type(self).__name__} has an entry 'table', but got "
+                f"{sorted(map(str, state))}: the checkpoint was written with another rule."
+            )
+        self.table.load_state_dict(state["table"])
+        mixtures = state["mixtures"].items()
+        self.mixtures = {int(n): None if m is None else Mixture(**m) for n, m in mixtures}
+        self._domains = {int(key): number for key, number in state["domains"].items()}
+        self.phase = state["phase"]
+        self._steps, self._visits = state["steps"], state["visits"]
+        self._checked, self._trial_start = state["checked"], state["trial_start"]
+        self._first_loss = state["first_loss"]
+        if self.clip is not None:
+            self.clip.load_state_dict(state["clip"])
+
+
+class NormHistory(LossHistory):
+    """Holds back examples whose gradient norm stays high; needs `microbatch_size=1`.
+
+    As `LossHistory`, with the norm of an example's gradient in place of its loss. It finds some
+    kinds of wrong labels better, at the price of per-example norms.
+    """
+
+    needs_norms = True
+
+    def __init__(self, total_steps: int | None = None, *, most: float = 0.5) -> None:
+        super().__init__(total_steps, most=most)
+
+    def _values(self, seen: Seen) -> Tensor:
+        assert seen.norms is not None
+        return seen.norms.double()
+
+
+def _merged(keys: Tensor, *columns: Tensor) -> tuple[Tensor, ...]:
+    """Return each key once, with the mean of what was seen of it."""
+    unique, places = torch.unique(keys, return_inverse=True)
+    if len(unique) == len(keys):
+        return keys, *columns
+    counts = torch.zeros(len(unique), dtype=torch.float64).index_add_(
+        0, places, torch.ones(len(keys), dtype=torch.float64)
+    )
+    found = []
+    for column in columns:
+        if column.is_floating_point():
+            total = torch.zeros(len(unique), dtype=torch.float64).index_add_(
+                0, places, column.double()
+            )
+            found.append(total / counts)
+        else:  # the domain: the same for all, or that of any
+            found.append(torch.zeros_like(unique).scatter_reduce_(0, places, column, "amax"))
+    return unique, *found
