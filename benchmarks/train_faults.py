@@ -49,7 +49,7 @@ def finish(out: Path, run: list[str]) -> dict[str, torch.Tensor]:
 
 def weights(out: Path) -> dict[str, torch.Tensor]:
     """Return the weights of a run's last checkpoint."""
-    (last,) = (out / "checkpoints").glob("step-*")
+    last = max((out / "checkpoints").glob("step-*"))
     return load_file(last / "model.safetensors")
 
 

@@ -9,7 +9,7 @@ SOURCES = Path(__file__).parents[1] / "src" / "microclip_lab"
 PUBLIC = {
     "microclip",
     *(f"microclip.{name}" for name in ("cli", "draggers", "files", "guard", "ledger", "outcome")),
-    *(f"microclip.{name}" for name in ("probing", "report", "rules")),
+    *(f"microclip.{name}" for name in ("probing", "report", "rules", "state_files")),
     *(f"microclip.report.{name}" for name in ("blocks", "comparison", "figures", "folder")),
     *(f"microclip.report.{name}" for name in ("page", "runs", "statistics")),
 }

@@ -134,7 +134,7 @@ def test_the_best_checkpoint_is_by_validation(tmp_path):
         "best_validation_accuracy": 0.9,
     }
     folders = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
-    assert folders == ["best-000000002", "step-000000004"]
+    assert folders == ["best-000000002", "step-000000003", "step-000000004"]
 
 
 def test_weights_to_begin_with(tmp_path):

@@ -1,21 +1,39 @@
-"""Writing files so that a crash never leaves half a file, and appending lines that survive one.
+"""Files that survive a crash or a power failure, that notice damage, and that have one writer.
 
 Knows nothing about what is in the files.
 """
 
 from __future__ import annotations
 
+import errno
+import hashlib
+import json
+import logging
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
+
+SEAL = "sha256"  # the entry of a JSON object that holds the checksum of the others
+
+logger = logging.getLogger("microclip.files")
+
+
+class DamagedFileError(ValueError, OSError):
+    """A file is not what was written; the message names it and says what to do."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 @contextmanager
 def open_whole(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
-    """Open a temporary file for writing and rename it to `path` once the block has succeeded."""
+    """Open a temporary file for writing and rename it to `path` once the block has succeeded.
+
+    The content reaches the disk before the name does.
+    """
     target = Path(path)
     if not target.parent.is_dir():
         raise FileNotFoundError(f"Cannot write {target}: {target.parent} is not a folder.")
@@ -23,24 +41,135 @@ def open_whole(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
     try:
         with temporary.open("wb") as file:
             yield file
+            with _named(target):
+                file.flush()
+                os.fsync(file.fileno())
         os.replace(temporary, target)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+    sync_folder(target.parent)
 
 
 def write_whole(path: str | os.PathLike[str], content: bytes) -> None:
     """Write a file atomically: readers see the old content or the new, never half of it."""
-    with open_whole(path) as file:
+    with open_whole(path) as file, _named(path):
         file.write(content)
 
 
 def append_line(path: Path, line: str) -> None:
     """Append a line; if the last one was cut off by a crash, start a new line after it."""
-    with path.open("a+b") as file:
+    with _named(path), path.open("a+b") as file:
         if file.tell() and not _ends_with_newline(file):
             line = "\n" + line
         file.write(f"{line}\n".encode())
+
+
+def sync_folder(folder: Path) -> None:
+    """Sync renames and removals in a folder to disk."""
+    if not hasattr(os, "O_DIRECTORY"):  # not available on Windows
+        return
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_file(path: Path) -> None:
+    """Sync the content of a file to disk."""
+    with path.open("rb+") as file:
+        os.fsync(file.fileno())
+
+
+def checksum(path: Path) -> str:
+    """Return the SHA-256 of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def sealed(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a JSON object with its own checksum added.
+
+    >>> is_intact(sealed({"step": 12})), is_intact({**sealed({"step": 12}), "step": 13})
+    (True, False)
+    """
+    return {**content, SEAL: _digest(content)}
+
+
+def is_intact(content: Mapping[str, Any]) -> bool:
+    """Return whether a JSON object is as it was when it was sealed."""
+    rest = {name: value for name, value in content.items() if name != SEAL}
+    return content.get(SEAL) == _digest(rest)
+
+
+def _digest(content: Mapping[str, Any]) -> str:
+    plain = json.loads(json.dumps(content, default=str))  # as a reader will see it
+    text = json.dumps(plain, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def lock(path: Path, error: Exception) -> IO[bytes]:
+    """Take the lock file at `path` until the returned file is closed; raise `error` if it is taken.
+
+    The lock of a killed process is released by the system. An existing file keeps its content, and
+    a symbolic link in its place is refused.
+    """
+    file = _open_lock(path)
+    try:
+        if not _try_lock(file):
+            raise error
+    except BaseException:
+        file.close()
+        raise
+    return file
+
+
+def _open_lock(path: Path) -> IO[bytes]:
+    flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
+    try:
+        return os.fdopen(os.open(path, flags, 0o666), "rb+", buffering=0)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        raise OSError(
+            errno.ELOOP,
+            "The lock file is a symbolic link, which is not followed. Delete the link",
+            str(path),
+        ) from None
+
+
+def _try_lock(file: IO[bytes]) -> bool:
+    try:
+        import fcntl
+
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except ImportError:  # pragma: no cover (Windows)
+        return True
+    except BlockingIOError:
+        return False
+    except OSError as error:  # pragma: no cover (some network file systems)
+        if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):
+            raise
+        logger.warning(
+            "%s has no locks (%s): nothing notices a second process that writes here.",
+            file.name,
+            error.strerror,
+        )
+    return True
+
+
+@contextmanager
+def _named(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Give errors such as a full disk, which come without one, the name of the file."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None or error.filename is not None:
+            raise
+        raise OSError(
+            error.errno, f"Could not write this file: {error.strerror}", str(path)
+        ) from error
 
 
 def _ends_with_newline(file: IO[bytes]) -> bool:

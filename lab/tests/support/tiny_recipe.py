@@ -99,5 +99,5 @@ def forget_accelerate() -> None:
 
 def weights(run):
     """Return the weights of a run's last checkpoint."""
-    (last,) = (run / "checkpoints").glob("step-*")
+    last = max((run / "checkpoints").glob("step-*"))
     return load_file(last / "model.safetensors")

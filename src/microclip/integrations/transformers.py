@@ -366,7 +366,7 @@ class ClippedTrainerMixin:
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
         if checkpoint is not None and (Path(checkpoint) / STATE).exists():
-            self._state = torch.load(Path(checkpoint) / STATE)
+            self._state = torch.load(Path(checkpoint) / STATE, weights_only=True)
         elif checkpoint is not None:  # saved by a Trainer that did not clip
             self._reset_clipper()
 

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from microclip_lab.training.batch_rng import Array, BatchRng
+from microclip_lab.training.config import LayoutError
 
 SAMPLING_RATE = 16_000
 
@@ -42,7 +43,13 @@ def read(path: Path) -> Sound:
     """Return the sound of a file (FLAC, WAV, ...), with channels averaged."""
     import soundfile  # type: ignore[import-untyped]
 
-    sound, rate = soundfile.read(path, dtype="float32", always_2d=True)
+    try:
+        sound, rate = soundfile.read(path, dtype="float32", always_2d=True)
+    except soundfile.LibsndfileError as error:
+        raise LayoutError(
+            f"{path} is damaged and cannot be decoded ({error}) Copy it again from where the data "
+            "came from, or delete it together with its line of the transcript."
+        ) from error
     return resampled(sound.mean(1), rate)
 
 

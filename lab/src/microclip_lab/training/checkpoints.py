@@ -1,25 +1,43 @@
 """Checkpoints: written under a temporary name, then renamed, so that none is ever half-written.
 
 A checkpoint holds everything the next step depends on: weights, optimizer, schedule, loss scaler,
-random states, the clipper. Which examples come next follows from the step number.
+random states, the clipper. Which examples come next follows from the step number. Its manifest has
+a checksum of every file. Nothing in it is pickled: reading one, from whomever, runs no code.
 """
 
 from __future__ import annotations
 
 import json
-import os
+import re
+import secrets
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from microclip.files import write_whole
+from microclip.files import (
+    DamagedFileError,
+    checksum,
+    is_intact,
+    sealed,
+    sync_file,
+    sync_folder,
+    write_whole,
+)
+from microclip.state_files import read_state, read_tensors, write_state, write_tensors
 from microclip_lab.training.config import SettingError
+from microclip_lab.training.training_state import TrainingState, load_model_state, model_state
 
 FOLDER, STEP, BEST = "checkpoints", "step-", "best-"
-STATE, WEIGHTS = "state.json", "model.safetensors"
+WEIGHTS, PROGRESS, RANDOM = "model.safetensors", "training.safetensors", "random-{}.safetensors"
+MANIFEST, FORMAT, VERSION = "manifest.json", "microclip-checkpoint", 1
+RUN_ID = ".run-id"
+OURS = re.compile(rf"({STEP}|{BEST})\d{{9}}|\.({STEP}|{BEST})\d{{9}}\.tmp")
+KEPT = 2  # whole checkpoints: if the last one is damaged, there is another
 
 
 @dataclass(frozen=True)
@@ -32,116 +50,242 @@ class State:
 
 
 class Checkpoints:
-    """The checkpoints of a run: the last one, and the weights that validated best.
+    """The checkpoints of a run: the last two, and the weights that had validated best by then.
 
-    Nothing is deleted before the checkpoint that replaces it is in place.
+    Nothing is deleted before the checkpoint that replaces it is in place, and nothing that this run
+    has not written.
     """
 
-    def __init__(self, run: Path) -> None:
-        self.folder = run / FOLDER
+    def __init__(self, run: Path, accelerator: Any) -> None:
+        self.run, self.folder = run, run / FOLDER
+        self._accelerator = accelerator
 
     def last(self) -> Path | None:
         """Return the newest checkpoint, or None."""
-        found = sorted(self.folder.glob(f"{STEP}*"))
+        found = self._all()
         return found[-1] if found else None
 
     def best(self, step: int) -> Path:
         """Return the folder for the weights of a step that validated best."""
         return self.folder / f"{BEST}{step:09d}"
 
-    def write(self, accelerator: Any, state: State) -> None:
+    def write(self, state: State, training: TrainingState) -> None:
         """Write a checkpoint of all processes, then delete what it replaces."""
         path = self.folder / f"{STEP}{state.step:09d}"
-        if path.exists():  # stopped before it had taken a step
+        if self._is_own(path):  # stopped before it had taken a step
             return
-        partial = self._begin(accelerator, path)
-        accelerator.save_state(str(partial))
-        accelerator.wait_for_everyone()
-        if accelerator.is_main_process:
-            write_whole(partial / STATE, json.dumps(asdict(state)).encode())
-            _put_in_place(partial, path)
-            keep = {path} if state.best_step is None else {path, self.best(state.best_step)}
-            for old in set(self.folder.iterdir()) - keep:
-                shutil.rmtree(old, ignore_errors=True)
-        accelerator.wait_for_everyone()
+        with self._written(path, asdict(state)) as partial:
+            weights = model_state(training.model)
+            progress = training.progress()
+            if self._accelerator.is_main_process:
+                write_tensors(partial / WEIGHTS, weights, format="pt")
+                write_state(partial / PROGRESS, progress)
+            own = self._accelerator.process_index
+            write_state(partial / RANDOM.format(own), training.random_state())
+        if self._accelerator.is_main_process:
+            self._remove_old()
 
-    def read(self, accelerator: Any, checkpoint: Path) -> State:
-        """Restore everything from a checkpoint."""
-        accelerator.load_state(str(checkpoint))
-        return State(**json.loads((checkpoint / STATE).read_text(encoding="utf-8")))
+    def read(self, checkpoint: Path, training: TrainingState) -> State:
+        """Restore everything from a checkpoint, or explain why it cannot be done."""
+        try:
+            content = _verified(checkpoint)
+            state = State(**content["state"])
+            with _as_damage(checkpoint):
+                load_weights(training.model, checkpoint)
+                training.load_progress(read_state(checkpoint / PROGRESS))
+                own = RANDOM.format(self._accelerator.process_index)
+                if content["processes"] == self._accelerator.num_processes:
+                    training.load_random_state(read_state(checkpoint / own))
+                else:
+                    training.note_other_processes(content["processes"])
+        except DamagedFileError as error:
+            raise DamagedFileError(f"{error} {self._way_out(checkpoint)}") from error
+        return state
 
-    def write_best(self, accelerator: Any, model: nn.Module, step: int) -> None:
+    def write_best(self, model: nn.Module, step: int) -> None:
         """Save the weights as the best so far."""
-        path = self.best(step)
-        partial = self._begin(accelerator, path)
-        weights = _whole_weights(model)
-        if accelerator.is_main_process:
-            accelerator.save(weights, partial / WEIGHTS, safe_serialization=True)
-            config: Any = getattr(accelerator.unwrap_model(model), "config", None)
-            if hasattr(config, "save_pretrained"):  # so that from_pretrained reads it
-                config.save_pretrained(partial)
-            shutil.rmtree(path, ignore_errors=True)
-            _put_in_place(partial, path)
-        accelerator.wait_for_everyone()
+        accelerator = self._accelerator
+        with self._written(self.best(step), {}) as partial:
+            weights = model_state(model)
+            if accelerator.is_main_process:
+                write_tensors(partial / WEIGHTS, weights, format="pt")
+                config: Any = getattr(accelerator.unwrap_model(model), "config", None)
+                if hasattr(config, "save_pretrained"):  # so that from_pretrained reads it
+                    config.save_pretrained(partial)
 
-    def _begin(self, accelerator: Any, path: Path) -> Path:
+    @contextmanager
+    def _written(self, path: Path, state: dict[str, Any]) -> Iterator[Path]:
+        """Yield a folder for all processes to write to; name it `path` once it is on disk."""
+        accelerator = self._accelerator
         partial = path.with_name(f".{path.name}.tmp")
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:
+            self._remove(partial)
+            self._remove(path)  # weights of a step that was trained again
+        try:
+            if accelerator.is_main_process:
+                partial.mkdir(parents=True)
+            accelerator.wait_for_everyone()
+            yield partial
+            accelerator.wait_for_everyone()
+            if accelerator.is_main_process:
+                _write_manifest(partial, self._run_id(), state, accelerator.num_processes)
+                partial.rename(path)
+                sync_folder(self.folder)
+        except OSError as error:
             shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
+            raise OSError(
+                f"The checkpoint {path} could not be written: {error.strerror or error}. Those "
+                "before it are whole: mend this, and run the same command with --resume."
+            ) from error
         accelerator.wait_for_everyone()
-        return partial
+
+    def _all(self) -> list[Path]:
+        return sorted(p for p in self.folder.glob(f"{STEP}*") if OURS.fullmatch(p.name))
+
+    def _remove_old(self) -> None:
+        """Remove what this run has written and nothing refers to any more."""
+        own = [path for path in self._all() if self._is_own(path)]
+        kept = set(own[-KEPT:])
+        for path in list(kept):
+            best = _content(path)["state"]["best_step"]
+            if best is not None:
+                kept.add(self.best(best))
+        for path in self.folder.iterdir():
+            if path not in kept and self._is_own(path):
+                self._remove(path)
+        sync_folder(self.folder)
+
+    def _remove(self, path: Path) -> None:
+        if not path.is_symlink() and not path.exists():
+            return
+        if not self._is_own(path):
+            raise FileExistsError(
+                f"{path} is in the way of a checkpoint, but this run has not written it. Move it "
+                "elsewhere."
+            )
+        shutil.rmtree(path, ignore_errors=True)
+
+    def _is_own(self, path: Path) -> bool:
+        """Return whether this run has written a folder."""
+        if path.is_symlink() or not path.is_dir() or not OURS.fullmatch(path.name):
+            return False
+        if path.name.endswith(".tmp"):  # unfinished: a process was killed
+            return True
+        try:
+            return bool(_content(path)["run"] == self._run_id())
+        except (DamagedFileError, KeyError):
+            return False
+
+    def _run_id(self) -> str:
+        """Return what tells this run's checkpoints from those of others."""
+        file = self.run / RUN_ID
+        if not file.exists():
+            write_whole(file, secrets.token_hex(16).encode())
+        return file.read_text(encoding="utf-8", errors="replace")
+
+    def _way_out(self, damaged: Path) -> str:
+        """Say from where the run can go on."""
+        for path in reversed([path for path in self._all() if path < damaged]):
+            try:
+                _verified(path)
+            except DamagedFileError:
+                continue
+            return (
+                f"The checkpoint before it, {path}, is whole: to resume from there, delete "
+                f"{damaged} and run the same command again."
+            )
+        return (
+            "There is no whole checkpoint before it. Restore it from a backup, or delete the "
+            "folder of the run and start again."
+        )
 
 
 def load_weights(model: nn.Module, folder: Path) -> None:
     """Load the weights of a checkpoint into a model, sharded or not."""
-    from safetensors.torch import load_file
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-
     file = folder / WEIGHTS
     if not file.exists():
         raise FileNotFoundError(
             f"{folder} has no {WEIGHTS}. Give a folder with weights: one of a run's checkpoints/, "
             "or one written by save_pretrained."
         )
-    options = StateDictOptions(full_state_dict=True, strict=False)
-    weights: dict[str, Any] = load_file(file)
-    names = set(weights)  # torch adds to it
-    try:
-        _, unexpected = set_model_state_dict(model, weights, options=options)
-    except RuntimeError as error:  # torch lists the shapes that differ
-        raise SettingError(f"{file} does not fit this model: {error}") from error
-    parameters = {
-        name.removeprefix("module."): id(parameter)  # the prefix that DistributedDataParallel adds
-        for name, parameter in model.named_parameters(remove_duplicate=False)
+    if (folder / MANIFEST).exists():
+        _verify_file(folder, WEIGHTS, _content(folder)["files"])
+    load_model_state(model, read_tensors(file), file)
+
+
+def _write_manifest(folder: Path, run: str, state: dict[str, Any], processes: int) -> None:
+    files = {}
+    for path in sorted(folder.iterdir()):
+        sync_file(path)
+        files[path.name] = checksum(path)
+    content = {
+        "format": FORMAT,
+        "version": VERSION,
+        "run": run,
+        "processes": processes,
+        "state": state,
+        "files": files,
     }
-    given = {parameter for name, parameter in parameters.items() if name in names}  # tied or not
-    absent = [name for name, parameter in parameters.items() if parameter not in given]
-    if absent or unexpected:
-        raise SettingError(
-            f"{file} does not fit this model: it lacks {absent[:3] or 'nothing'} and has "
-            f"{list(unexpected)[:3] or 'nothing'} in addition."
+    write_whole(folder / MANIFEST, (json.dumps(sealed(content), indent=2) + "\n").encode())
+
+
+def _content(folder: Path) -> dict[str, Any]:
+    """Return what the manifest of a checkpoint says."""
+    path = folder / MANIFEST
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        if (folder / "state.json").exists():
+            raise DamagedFileError(
+                f"{folder} was written by an earlier version, with pickled objects, which may run "
+                "code and are not read any more. (Its weights can be used: --start-from.)"
+            ) from None
+        raise DamagedFileError(f"{folder} is damaged: it has no {MANIFEST}.") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise DamagedFileError(f"{path} is damaged ({error}).") from error
+    if not isinstance(content, dict) or not is_intact(content):
+        raise DamagedFileError(f"{path} is damaged: it does not have its own checksum.")
+    if content.get("format") != FORMAT or content.get("version") != VERSION:
+        raise DamagedFileError(
+            f"{path} says {content.get('format')!r}, version {content.get('version')!r}, but this "
+            f"version of microclip reads {FORMAT!r}, version {VERSION}."
+        )
+    return content
+
+
+def _verified(folder: Path) -> dict[str, Any]:
+    """Return what the manifest says, after comparing every file with its checksum."""
+    content = _content(folder)
+    needed = {WEIGHTS, PROGRESS, *(RANDOM.format(i) for i in range(content["processes"]))}
+    for name in sorted(needed | set(content["files"])):
+        _verify_file(folder, name, content["files"])
+    return content
+
+
+def _verify_file(folder: Path, name: str, files: dict[str, str]) -> None:
+    path = folder / name
+    if path.name != name or name not in files:
+        raise DamagedFileError(f"{folder / MANIFEST} is damaged: it does not list {path.name}.")
+    try:
+        found = checksum(path)
+    except OSError as error:
+        raise DamagedFileError(f"{path} cannot be read ({error.strerror}).") from error
+    if found != files[name]:
+        raise DamagedFileError(
+            f"{path} is damaged: its checksum is {found[:12]}…, but {files[name][:12]}… was "
+            "written."
         )
 
 
-def _whole_weights(model: nn.Module) -> dict[str, Any]:
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    weights: dict[str, Any] = dict(get_model_state_dict(model, options=options))
-    kept: dict[Any, tuple[str, Any]] = {}
-    for name, weight in weights.items():
-        # tied weights are saved once, under their first name: safetensors allows no more
-        place = (weight.data_ptr(), weight.shape) if weight.numel() else name
-        kept.setdefault(place, (name, weight))
-    return dict(kept.values())
-
-
-def _put_in_place(partial: Path, path: Path) -> None:
-    """Rename a folder once its content has reached the disk."""
-    for file in partial.rglob("*"):
-        if file.is_file():
-            with file.open("rb") as opened:
-                os.fsync(opened.fileno())
-    partial.rename(path)
+@contextmanager
+def _as_damage(checkpoint: Path) -> Iterator[None]:
+    """Turn the errors of objects that are given the wrong state into one that names the files."""
+    try:
+        yield
+    except (KeyError, TypeError, AttributeError, IndexError, ValueError, RuntimeError) as error:
+        if isinstance(error, DamagedFileError | SettingError):
+            raise
+        raise DamagedFileError(
+            f"{checkpoint / PROGRESS} does not fit this run ({type(error).__name__}: {error})."
+        ) from error

