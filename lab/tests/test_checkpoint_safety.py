@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import sharded_checkpoint
 import torch
 
 from microclip.files import DamagedFileError
@@ -21,6 +22,7 @@ from microclip_lab.training.config import LayoutError
 from microclip_lab.training.fetch import FetchError, Package
 from microclip_lab.training.train import train
 
+import processes
 from tiny_recipe import Tiny, forget_accelerate, training, weights
 
 RECIPE = Tiny(dropout=0.5)
@@ -127,6 +129,11 @@ def test_from_the_checkpoint_before_it_comes_to_the_same_weights(run, tmp_path):
     train(RECIPE, run)
     wanted = weights(tmp_path / "undisturbed")
     assert all(torch.equal(wanted[name], value) for name, value in weights(run.out).items())
+
+
+@pytest.mark.full
+def test_a_sharded_model_resumes_bit_for_bit(tmp_path):
+    assert processes.run(sharded_checkpoint.go, 2, tmp_path, str(tmp_path / "run")) == [True, True]
 
 
 def test_all_damaged(run):
