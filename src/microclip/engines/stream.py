@@ -189,8 +189,9 @@ class Sums:
         weights, norms = self._record.weigh(domain).weights, self._record.norms(domain)
         if self._streams:
             check_agreement(self._record.policy.rule, norms, weights)
-        shares = weights * self._record.sizes(domain)
-        return shares.gather(0, _first(self._factors(norms))).squeeze(0) / self._open[domain].scale
+        sizes = self._record.sizes(domain)  # 0 if all examples of a micro-batch are held back
+        reference = _first(self.shares(norms, sizes))
+        return (weights * sizes).gather(0, reference).squeeze(0) / self._open[domain].scale
 
 
 def _scale(norm: float) -> float:
