@@ -37,7 +37,8 @@ def _alone():
 @pytest.fixture
 def run(tmp_path):
     """A run of 40 steps that stopped at step 12, with checkpoints of steps 6 and 12."""
-    how = training(out=tmp_path / "run", checkpoint_every=6, ledger=False)
+    # "auto" goes by the clock, which two runs need not agree on
+    how = training(out=tmp_path / "run", checkpoint_every=6, ledger=False, engine="fused")
     train(RECIPE, how, until=12)
     forget_accelerate()
     return replace(how, resume=True)

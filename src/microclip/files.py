@@ -12,9 +12,10 @@ import logging
 import os
 import secrets
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Self
+from weakref import WeakSet
 
 SEAL = "sha256"  # the entry of a JSON object that holds the checksum of the others
 
@@ -109,11 +110,31 @@ def _digest(content: Mapping[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def lock(path: Path, error: Exception) -> IO[bytes]:
-    """Take the lock file at `path` until the returned file is closed; raise `error` if it is taken.
+class Lock:
+    """A lock file that this process holds until `close`, or until it ends."""
 
-    The lock of a killed process is released by the system. An existing file keeps its content, and
-    a symbolic link in its place is refused.
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        _held.add(file)
+
+    def close(self) -> None:
+        """Release it."""
+        if not self._file.closed:
+            _unlock(self._file)
+            self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+def lock(path: Path, error: Exception) -> Lock:
+    """Take the lock file at `path`, or raise `error` if another process or object holds it.
+
+    The system releases the lock of a killed process, and a fork does not hold it. An existing file
+    keeps its content, and a symbolic link in its place is refused.
     """
     file = _open_lock(path)
     try:
@@ -122,7 +143,20 @@ def lock(path: Path, error: Exception) -> IO[bytes]:
     except BaseException:
         file.close()
         raise
-    return file
+    return Lock(file)
+
+
+_held: WeakSet[IO[bytes]] = WeakSet()  # files of locks of this process
+
+
+def _let_go() -> None:
+    """In a fork, close the locks of the parent, which else would last as long as both."""
+    for file in list(_held):
+        file.close()
+
+
+if hasattr(os, "register_at_fork"):  # not available on Windows
+    os.register_at_fork(after_in_child=_let_go)
 
 
 def _open_lock(path: Path) -> IO[bytes]:
@@ -157,6 +191,13 @@ def _try_lock(file: IO[bytes]) -> bool:
             error.strerror,
         )
     return True
+
+
+def _unlock(file: IO[bytes]) -> None:
+    with suppress(ImportError, OSError):  # closing it does the same, unless a fork has it too
+        import fcntl
+
+        fcntl.flock(file, fcntl.LOCK_UN)
 
 
 @contextmanager

@@ -126,6 +126,7 @@ class TestAnyIds:
         assert names == [
             "run",
             "run/ledger",
+            "run/ledger/.lock-00000",
             "run/ledger/examples",
             f"run/ledger/examples/{storage.Part(0, 0, 0).name}",
             "run/ledger/ledger.json",

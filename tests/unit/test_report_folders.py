@@ -142,7 +142,7 @@ def test_pictures_have_the_right_pixels():
         ("[" * 100_000, "is damaged"),
         ("[]", 'does not say "format": "microclip-run"'),
         ('{"format": "other"}', 'does not say "format": "microclip-run"'),
-        ('{"format": "microclip-run", "version": 2}', "has version 2, but this microclip reads"),
+        ('{"format": "microclip-run", "version": 3}', "has version 3, but this microclip reads"),
         (
             '{"format": "microclip-run", "version": 1, "microbatch_size": "4"}',
             'must be a positive integer, or null for plain training, but is "4".',

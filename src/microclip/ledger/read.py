@@ -19,6 +19,7 @@ import pyarrow.compute as pc
 import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 
+from microclip.files import DamagedFileError
 from microclip.ledger import storage
 from microclip.ledger.storage import Part
 from microclip.ledger.tables import (
@@ -79,6 +80,9 @@ class Record:
         self._parts = {table: storage.find_parts(path / table) for table in TABLES}
         if not self._parts[MICROBATCHES]:
             _raise_empty(path, self._parts[EXAMPLES])
+        self._verified: set[Path] = set()  # files that were compared with their checksums
+        for part in self._parts[EXAMPLES]:
+            self._open(EXAMPLES, part).close()
         footers = {part: self._footer(part) for part in self._parts[MICROBATCHES]}
         self.rows = sum(footer.rows for footer in footers.values())
         self.ids_are_integers = all(f.metadata.get(IDS) == b"integer" for f in footers.values())
@@ -155,7 +159,7 @@ class Record:
                         if longer:
                             batch = batch.filter(pc.less_equal(batch["step"], last))
                         yield self._with_ids(batch.select(columns))
-                except (pa.ArrowInvalid, OSError) as error:
+                except (pa.ArrowException, OSError) as error:
                     raise storage.damaged_error(self.path / table / part.name, error) from error
 
     def _with_ids(self, batch: pa.RecordBatch) -> pa.RecordBatch:
@@ -168,6 +172,7 @@ class Record:
     def _open(self, table: str, part: Part) -> pq.ParquetFile:
         path = self.path / table / part.name
         try:
+            has_checksum = path in self._verified or storage.verify_part(path)
             file = pq.ParquetFile(path)
         except FileNotFoundError as error:
             raise FileNotFoundError(
@@ -176,9 +181,15 @@ class Record:
                 "option or by a run that restarted: open the ledger again",
                 str(path),
             ) from error
-        except (pa.ArrowInvalid, OSError) as error:
+        except DamagedFileError:
+            raise
+        except (pa.ArrowException, OSError) as error:
             raise storage.damaged_error(path, error) from error
         storage.check_columns(path, table, file.schema_arrow)
+        if not has_checksum and self.manifest["version"] != storage.WITHOUT_CHECKSUMS:
+            file.close()
+            raise storage.damaged_error(path, "it has lost its checksum")
+        self._verified.add(path)
         return file
 
     def _footer(self, part: Part) -> Footer:

@@ -20,11 +20,21 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from microclip.files import write_whole
+from microclip.files import (
+    DamagedFileError,
+    Lock,
+    is_intact,
+    lock,
+    sealed,
+    sync_folder,
+    write_whole,
+)
+from microclip.ledger import tables
 from microclip.ledger.tables import SCHEMAS, TABLES, write_parquet
 
 FORMAT = "microclip-ledger"
-VERSION = 1
+VERSION = 2
+WITHOUT_CHECKSUMS = 1  # the version before checksums, which is read too
 MANIFEST = "ledger.json"
 PART_NAME = re.compile(r"part-(\d{5,})-(\d{10,})-(\d{10,})\.parquet")
 
@@ -47,7 +57,7 @@ def create_ledger(folder: Path, options: dict[str, Any]) -> None:
             "microclip": __version__,
             "options": options,
         }
-        write_whole(folder / MANIFEST, (json.dumps(content, indent=2) + "\n").encode())
+        write_whole(folder / MANIFEST, (json.dumps(sealed(content), indent=2) + "\n").encode())
     except OSError as error:
         raise OSError(
             error.errno,
@@ -69,7 +79,12 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         ) from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise ValueError(f'{path} does not say "format": "{FORMAT}": this is not a ledger.')
-    if content.get("version") != VERSION:
+    if content.get("version") == VERSION and not is_intact(content):
+        raise DamagedFileError(
+            f"{path} is damaged: it does not have its own checksum. Restore it from a backup, or "
+            f"copy one from another ledger of version {VERSION}."
+        )
+    if content.get("version") not in (VERSION, WITHOUT_CHECKSUMS):
         raise ValueError(
             f"{path} has version {content.get('version')!r}, but this microclip reads and writes "
             f"version {VERSION}. Use the version that wrote it ({content.get('microclip')!r})."
@@ -137,17 +152,6 @@ def write_part(folder: Path, part: Part, table: pa.Table) -> None:
     sync_folder(folder)
 
 
-def sync_folder(folder: Path) -> None:
-    """Sync renames and removals in a folder to disk."""
-    if not hasattr(os, "O_DIRECTORY"):  # not available on Windows
-        return
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def remove_leftovers(folder: Path, rank: int) -> None:
     """Remove temporary files left by a writer of this rank that was killed."""
     for path in folder.glob(f".part-{rank:05}-*.tmp"):
@@ -190,20 +194,39 @@ def cut_back(folder: Path, rank: int, step: int) -> int:
 
 def read_part(path: Path, columns: list[str] | None = None) -> pa.Table:
     """Return the rows of a part."""
+    verify_part(path)
     try:
         with pq.ParquetFile(path) as file:
             return file.read(columns=columns)
-    except pa.ArrowInvalid as error:
+    except (pa.ArrowException, OSError) as error:
         raise damaged_error(path, error) from error
 
 
-def damaged_error(path: Path, error: Exception) -> ValueError:
+def verify_part(path: Path) -> bool:
+    """Compare a part with its checksum; return whether it has one."""
+    intact = tables.is_intact(path.read_bytes())
+    if intact is False:
+        raise damaged_error(path, "its checksum is another one")
+    return intact is True
+
+
+def damaged_error(path: Path, error: object) -> DamagedFileError:
     """Return the error to raise for a part that cannot be read."""
-    return ValueError(
+    return DamagedFileError(
         f"{path} is damaged and cannot be read as Parquet ({error}). Ledgers are written file by "
         "file, atomically, so it was changed or truncated later, perhaps by an interrupted copy: "
         "restore it from a backup, or delete it."
     )
+
+
+def lock_rank(folder: Path, rank: int) -> Lock:
+    """Become the only writer of a rank, until the returned lock is closed."""
+    taken = FileExistsError(
+        f"Rank {rank} of the ledger {folder} already has a writer: another process, or another "
+        "Ledger in this one that was not closed. Two would overwrite each other's rows: close() "
+        "the first, give each its own folder, or their own rank= in record()."
+    )
+    return lock(folder / f".lock-{rank:05}", taken)
 
 
 def _rename(folder: Path, part: Part, rows: pa.Table) -> Part:

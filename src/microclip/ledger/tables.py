@@ -8,6 +8,7 @@ surrogates) is escaped. Knows nothing about folders.
 
 from __future__ import annotations
 
+import zlib
 from array import array
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -59,6 +60,10 @@ IDS = b"microclip.ids"  # "integer" if every id was one, else "string"
 AFTER = b"microclip.after"  # the last step of the part before it; empty for a rank's first part
 WITH_EXAMPLES = b"microclip.examples"  # "yes" if EXAMPLES has a part with the same steps
 
+CHECKSUM = b"microclip.crc32"  # of the whole file, with NO_CHECKSUM in the place of this value
+NO_CHECKSUM = b"00000000"
+FOOTER = 2**16  # bytes at the end of a file where its metadata is
+
 REPEATED = ["step", "rank", "microbatch", "size", "domain", "id", "ids.list.element"]
 TEXT_LIMIT = 2**28  # characters in one table; an Arrow string array holds up to 2**31 bytes
 
@@ -72,10 +77,40 @@ def write_parquet(table: pa.Table, file: IO[bytes]) -> None:
         "write_statistics": ["step", "rank"],  # for ids they would repeat strings of any length
         "store_schema": False,  # else readers would see dictionary types
     }
-    with pq.ParquetWriter(file, table.schema, **options) as writer:
+    stream = pa.BufferOutputStream()
+    with pq.ParquetWriter(stream, table.schema, **options) as writer:
         writer.write_table(table)
         # without store_schema, metadata is not written automatically
-        writer.add_key_value_metadata(table.schema.metadata or {})
+        writer.add_key_value_metadata({**(table.schema.metadata or {}), CHECKSUM: NO_CHECKSUM})
+    content = memoryview(stream.getvalue())
+    place = _checksum_place(content)
+    assert place is not None
+    file.write(content[:place])
+    file.write(_checksum(content, place))
+    file.write(content[place + len(NO_CHECKSUM) :])
+
+
+def is_intact(content: bytes) -> bool | None:
+    """Return whether a Parquet file is what `write_parquet` wrote; None if it has no checksum."""
+    view = memoryview(content)
+    place = _checksum_place(view)
+    if place is None:
+        return None
+    return view[place : place + len(NO_CHECKSUM)] == _checksum(view, place)
+
+
+def _checksum_place(content: memoryview) -> int | None:
+    """Return where the checksum is: after its key, behind two bytes of Thrift."""
+    footer = content[-FOOTER:].tobytes()
+    key = footer.rfind(CHECKSUM)
+    if key < 0:
+        return None
+    return len(content) - len(footer) + key + len(CHECKSUM) + 2
+
+
+def _checksum(content: memoryview, place: int) -> bytes:
+    before = zlib.crc32(NO_CHECKSUM, zlib.crc32(content[:place]))
+    return b"%08x" % zlib.crc32(content[place + len(NO_CHECKSUM) :], before)
 
 
 def metadata_of(file: pq.ParquetFile) -> dict[bytes, bytes]:

@@ -1,11 +1,12 @@
 """Writing a ledger: outcomes are buffered in memory and written many steps at a time.
 
 A step only appends its outcome to a list: nothing is read from the device, converted or written
-before a flush. Every rank writes its own files, so no locks are needed.
+before a flush. Every rank writes its own files and has one writer, which a lock makes sure of.
 """
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import time
@@ -20,6 +21,7 @@ from typing import Any, Self
 import pyarrow as pa
 from torch import distributed as dist
 
+from microclip.files import Lock
 from microclip.ledger import storage
 from microclip.ledger.storage import Part
 from microclip.ledger.tables import (
@@ -110,7 +112,7 @@ class Ledger:
         self._writers: dict[int, _RankWriter] = {}
         self._rank: int | None = None  # of this process; known once something is recorded
         self._process = os.getpid()
-        self._at_end = weakref.finalize(self, _flush_all, self._writers)
+        self._at_end = weakref.finalize(self, _close_all, self._writers)
 
     def __repr__(self) -> str:
         return f"Ledger({str(self.path)!r})"
@@ -131,11 +133,16 @@ class Ledger:
         if os.getpid() != self._process:  # a fork: the parent writes what it recorded
             self._writers.clear()
             self._rank, self._process = None, os.getpid()
+        world = None
         if rank is None:
-            rank = self._own_rank(outcome.step) if self._rank is None else self._rank
+            if self._rank is None:
+                self._rank, world = _rank_and_world()
+            rank = self._rank
         writer = self._writers.get(rank)
         if writer is None:
             writer = self._writers[rank] = _RankWriter(self.path, rank, self._options)
+        if rank == 0 and world is not None:
+            self._remove_absent_ranks(world, outcome.step)
         writer.add(outcome)
 
     def flush(self) -> None:
@@ -146,19 +153,14 @@ class Ledger:
         """Flush, and accept no more steps."""
         self.flush()
         self._at_end.detach()
+        for writer in self._writers.values():
+            writer.release()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
         self.close()
-
-    def _own_rank(self, step: int) -> int:
-        several = dist.is_available() and dist.is_initialized()
-        self._rank, world = (dist.get_rank(), dist.get_world_size()) if several else (0, 1)
-        if self._rank == 0:
-            self._remove_absent_ranks(world, step)
-        return self._rank
 
     def _remove_absent_ranks(self, world: int, step: int) -> None:
         """Remove rows from this step on of ranks that no longer exist, now there are fewer."""
@@ -175,6 +177,7 @@ class _RankWriter:
         if isinstance(rank, bool) or not isinstance(rank, int) or rank < 0:
             raise ValueError(f"rank must be 0 or a positive integer, but got {rank!r}.")
         self._path, self._rank, self._options = path, rank, options
+        self._lock = _lock(path, rank)
         self._folders = {table: path / table for table in TABLES}
         self.process = os.getpid()
         self._waiting: list[Outcome] = []
@@ -182,11 +185,24 @@ class _RankWriter:
         self._due = self._next_due()
         self._torn = False  # whether a flush failed and may have written only one table
         self._resumed = True  # nothing has been recorded by this writer yet
+        try:
+            self._last = self._written = self._tidy_up()
+        except BaseException:
+            self.release()
+            raise
+
+    def _tidy_up(self) -> int:
+        """Remove what a killed writer left behind; return the last step that is written."""
         for folder in self._folders.values():
-            storage.remove_leftovers(folder, rank)
-        self._last = self._written = storage.last_step(self._folders[MICROBATCHES], rank)
+            storage.remove_leftovers(folder, self._rank)
+        last = storage.last_step(self._folders[MICROBATCHES], self._rank)
         # examples without their micro-batches belong to an unfinished flush
-        storage.cut_back(self._folders[EXAMPLES], rank, self._written + 1)
+        storage.cut_back(self._folders[EXAMPLES], self._rank, last + 1)
+        return last
+
+    def release(self) -> None:
+        """Let others write what belongs to this rank."""
+        self._lock.close()
 
     def add(self, outcome: Outcome) -> None:
         step = outcome.step
@@ -292,6 +308,27 @@ def _flush_all(writers: dict[int, _RankWriter]) -> None:
     for writer in writers.values():
         if writer.process == os.getpid():
             writer.flush()
+
+
+def _close_all(writers: dict[int, _RankWriter]) -> None:
+    try:
+        _flush_all(writers)
+    finally:
+        for writer in writers.values():
+            writer.release()
+
+
+def _lock(path: Path, rank: int) -> Lock:
+    try:
+        return storage.lock_rank(path, rank)
+    except FileExistsError:
+        gc.collect()  # a Ledger that nobody can reach, in a reference cycle, may hold it
+        return storage.lock_rank(path, rank)
+
+
+def _rank_and_world() -> tuple[int, int]:
+    several = dist.is_available() and dist.is_initialized()
+    return (dist.get_rank(), dist.get_world_size()) if several else (0, 1)
 
 
 def _positive(name: str, value: object, more: str = "") -> None:

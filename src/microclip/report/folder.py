@@ -10,16 +10,20 @@ import json
 import math
 import os
 import re
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from microclip.files import append_line, write_whole
+from microclip.files import append_line, sealed, write_whole
 
 FORMAT = "microclip-run"
-VERSION = 1
+VERSION = 2
+WITHOUT_CHECKSUMS = 1  # the version before checksums, which is read too
 RUN, METRICS, EXAMPLES, LEDGER = "run.json", "metrics.jsonl", "examples.jsonl", "ledger"
 MEDIA = "examples"
+CHECKSUM = "crc32"  # of the rest of a line, in metrics and examples
+FILE_CHECKSUM = "file_crc32"  # of the file that a line names
 RESUMED = "resumed"  # marks a restart: lines after it may replace lines before it
 PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,63}")
 ENDINGS = {"image": "png", "audio": "wav"}  # readers go by a file's first bytes, not by its name
@@ -87,7 +91,7 @@ class RunFolder:
             "headline": headline,
             "versions": _versions(),
         }
-        text = json.dumps(described, indent=2, default=str) + "\n"
+        text = json.dumps(sealed(described), indent=2, default=str) + "\n"
         write_whole(self.path / RUN, text.encode())
         if (self.path / METRICS).exists():
             self._append(METRICS, {RESUMED: True})
@@ -108,8 +112,9 @@ class RunFolder:
         """Like `log`, for metric names that are not valid keyword arguments."""
         if isinstance(step, bool) or not isinstance(step, int) or step < 0:
             raise ValueError(f"step must be 0 or a positive integer, but got {step!r}.")
-        if "step" in metrics:
-            raise ValueError("A metric cannot be called step: that name is taken.")
+        for taken in ("step", CHECKSUM):
+            if taken in metrics:
+                raise ValueError(f"A metric cannot be called {taken}: that name is taken.")
         values = {name: float(value) for name, value in metrics.items()}
         known = {name: v if math.isfinite(v) else None for name, v in values.items()}
         self._append(METRICS, {"step": step, **known})
@@ -148,12 +153,12 @@ class RunFolder:
             if kind == "text":
                 line["text"] = text
             else:
-                line["file"] = self._keep(id, kind, shown[kind])
+                line["file"], line[FILE_CHECKSUM] = self._keep(id, kind, shown[kind])
         facts = {"label": label, "truth": truth, "domain": domain}
         line |= {name: str(value) for name, value in facts.items() if value is not None}
         self._append(EXAMPLES, line)
 
-    def _keep(self, id: int | str, kind: str, content: Any) -> str:
+    def _keep(self, id: int | str, kind: str, content: Any) -> tuple[str, str]:
         if not isinstance(content, bytes):
             from microclip.report.media import png
 
@@ -164,10 +169,20 @@ class RunFolder:
             stem = hashlib.sha256(stem.encode("utf-8", "surrogatepass")).hexdigest()[:32]
         name = f"{MEDIA}/{stem}.{ENDINGS[kind]}"
         write_whole(self.path / name, content)
-        return name
+        return name, crc32(content)
 
     def _append(self, name: str, line: Mapping[str, Any]) -> None:
-        append_line(self.path / name, json.dumps(line, allow_nan=False))
+        text = json.dumps(line, allow_nan=False)
+        append_line(self.path / name, json.dumps({**line, CHECKSUM: crc32(text.encode())}))
+
+
+def crc32(content: bytes) -> str:
+    """Return the checksum of a line or a file.
+
+    >>> crc32(b"hello")
+    '3610a686'
+    """
+    return f"{zlib.crc32(content):08x}"
 
 
 def _versions() -> dict[str, str]:

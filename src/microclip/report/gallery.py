@@ -168,7 +168,8 @@ def _shown(
         note = f"The first {LONGEST_TEXT:,} of {len(text):,} characters."
         return None, text[:LONGEST_TEXT], note
     try:
-        return budget.embed(data.run.path, content.file or "", content.kind), "", ""
+        file = content.file or ""
+        return budget.embed(data.run.path, file, content.kind, content.checksum), "", ""
     except LeftOutError as error:
         return None, "", str(error)
 

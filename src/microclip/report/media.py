@@ -96,9 +96,11 @@ class ByteBudget:
         self.left -= size
         return True
 
-    def embed(self, folder: Path, name: str, kind: str) -> Media:
-        """Return a file of a run as a data URI."""
+    def embed(self, folder: Path, name: str, kind: str, checksum: str | None = None) -> Media:
+        """Return a file of a run as a data URI, if it is still what its checksum says."""
         content = _read(folder, name)
+        if checksum is not None and checksum != f"{zlib.crc32(content):08x}":
+            raise LeftOutError(f"{quoted(name)} is damaged: it is not what was written.")
         mime = _mime(content, kind)
         if mime is None:
             what = "an image" if kind == "image" else "a sound"

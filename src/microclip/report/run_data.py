@@ -24,8 +24,8 @@ from microclip import guard
 from microclip.draggers import Draggers, score
 from microclip.draggers.source import Source, whole_steps
 from microclip.ledger import open_ledger
-from microclip.report.folder import EXAMPLES
-from microclip.report.runs import Run, count_lines, lines, parsed
+from microclip.report.folder import EXAMPLES, FILE_CHECKSUM
+from microclip.report.runs import Run, count_lines, is_being_written, lines, parsed
 
 KINDS = ("image", "audio", "text")
 LONGEST_FACT = 300  # characters of a label or domain that are kept
@@ -62,6 +62,7 @@ class Content:
     kind: str
     text: str | None = None
     file: str | None = None
+    checksum: str | None = None  # of the file; None if unknown
 
 
 @dataclass
@@ -90,7 +91,7 @@ def read_examples(path: Path, known: Collection[str], shown: Collection[str]) ->
         entry = parsed(line)
         one = None if entry is None else _id(entry.get("id"))
         if entry is None or one is None:
-            unreadable += complete
+            unreadable += complete or not is_being_written(line)
             continue
         if one not in known:
             unknown[one[:LONGEST_FACT]] = None
@@ -138,7 +139,8 @@ def _content(entry: dict[str, Any]) -> Content | None:
         return Content("text", text=text) if isinstance(text, str) else None
     if kind is None or not isinstance(file, str):
         return None
-    return Content(kind, file=file)
+    checksum = entry.get(FILE_CHECKSUM)
+    return Content(kind, file=file, checksum=checksum if isinstance(checksum, str) else None)
 
 
 @dataclass

@@ -13,7 +13,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from microclip.report.folder import FORMAT, LEDGER, METRICS, RESUMED, RUN, VERSION
+from microclip.files import is_intact
+from microclip.report.folder import (
+    CHECKSUM,
+    FORMAT,
+    LEDGER,
+    METRICS,
+    RESUMED,
+    RUN,
+    VERSION,
+    WITHOUT_CHECKSUMS,
+    crc32,
+)
 from microclip.report.media import OutsideError, safe_open
 
 LONGEST_RUN_FILE = 16_000_000  # bytes
@@ -64,6 +75,9 @@ def read_run(path: Path) -> Run:
         return Run(path, name, None, None, None, {}, described=False, ledger=ledger)
     content = _read_description(path)
     metrics, notes = _read_metrics(path)
+    if content["version"] == VERSION and not is_intact(content):
+        changed = f"{RUN} has been edited or damaged since it was written: do not rely on it."
+        notes = (changed, *notes)
     if metrics and ledger is not None and not any(ledger.glob("*/*.parquet")):
         notes = (*notes, "Its ledger is empty: nothing has been written yet, or it was deleted.")
         ledger = None
@@ -112,7 +126,7 @@ def _read_description(path: Path) -> dict[str, Any]:
         raise RunError(f"{path / RUN} is damaged ({error}). Restore it from a backup.") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise RunError(f'{path / RUN} does not say "format": "{FORMAT}": this is not a run.')
-    if content.get("version") != VERSION:
+    if content.get("version") not in (VERSION, WITHOUT_CHECKSUMS):
         raise RunError(
             f"{path / RUN} has version {content.get('version')!r}, but this microclip reads "
             f"version {VERSION}. Use the microclip version that wrote it."
@@ -126,10 +140,12 @@ def _read_metrics(path: Path) -> tuple[dict[str, Curve], tuple[str, ...]]:
     resumed = False
     if not (path / METRICS).exists():
         return {}, ()
+    empty = True
     for line, complete in lines(path, METRICS):
+        empty = False
         entry = parsed(line)
         if entry is None:
-            torn += complete  # an incomplete last line is still being written
+            torn += complete or not is_being_written(line)
             continue
         if entry.get(RESUMED) is True:
             resumed = True
@@ -148,6 +164,8 @@ def _read_metrics(path: Path) -> tuple[dict[str, Curve], tuple[str, ...]]:
             if number is not None:
                 curves.setdefault(name, {})[step] = number
     notes = []
+    if empty:
+        notes.append(f"{METRICS} is empty: what it held was lost.")
     if torn or odd:
         notes.append(
             f"Skipped {count_lines(torn + odd)} of {METRICS} that could not be read as metrics."
@@ -181,12 +199,22 @@ def count_lines(count: int) -> str:
 
 
 def parsed(line: bytes) -> dict[str, Any] | None:
-    """Return the JSON object in a line, or None."""
+    """Return the JSON object in a line; None if there is none, or not the one that was written."""
     try:
         entry = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    return entry if isinstance(entry, dict) else None
+    if not isinstance(entry, dict):
+        return None
+    written = entry.pop(CHECKSUM, None)
+    if written is not None and written != crc32(json.dumps(entry).encode()):
+        return None
+    return entry
+
+
+def is_being_written(line: bytes) -> bool:
+    """Return whether a last line that cannot be read may be one that is still being written."""
+    return line.startswith(b"{") and b"\0" not in line and parsed(line[:-1]) is None
 
 
 def _whole(value: object) -> bool:

@@ -56,7 +56,7 @@ class Checkpoints:
     has not written.
     """
 
-    def __init__(self, run: Path, accelerator: Any) -> None:
+    def __init__(self, run: Path, accelerator: Any = None) -> None:  # None: only to find them
         self.run, self.folder = run, run / FOLDER
         self._accelerator = accelerator
 
