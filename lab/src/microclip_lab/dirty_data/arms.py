@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 import microclip
@@ -69,7 +70,11 @@ def clipped(make_rule: Callable[[Setup], Any], microbatch_size: int, setup: Setu
     clipper = microclip.Clipper(setup.model, microbatch_size=microbatch_size, rule=make_rule(setup))
 
     def backward(rows: Tensor, batch: Batch) -> None:
-        clipper.backward(setup.losses, batch, ids=rows)
+        outcome = clipper.backward(setup.losses, batch, ids=rows)
+        if outcome.example_weights is not None:
+            if setup.held is None:
+                setup.held = torch.zeros(len(setup.data.training), dtype=torch.bool)
+            setup.held[rows] = outcome.example_weights < 0.5
 
     return backward
 

@@ -46,7 +46,7 @@ class Record:
         test: The metric on clean test data by epoch, from 1: at least the best epoch by validation
             and the last.
         notes: Other figures: how many wrong labels were learned, what the arm left out.
-        seconds: How long it took.
+        seconds: Processor time of training and evaluation, in one thread.
     """
 
     task: str
@@ -110,7 +110,7 @@ def _or_worst(value: float) -> float:
 
 
 def _rounded(value: float) -> float | None:
-    return round(value, 4) if math.isfinite(value) else None
+    return round(value, 3) if math.isfinite(value) else None
 
 
 def _number(value: float | None) -> float:

@@ -74,7 +74,7 @@ def run(
             part = data.test
             test[epoch] = task.test(outputs_of(model, part.inputs), part.targets)
 
-    began = time.perf_counter()
+    began = time.process_time()  # other processes do not count
     train(setup, start, visit)
     model = setup.evaluated or setup.model
     return Record(
@@ -86,9 +86,18 @@ def run(
         edition=f"{task.edition}.{ARMS[name].edition if name in ARMS else 0}",
         validation=validation,
         test=test,
-        notes={**setup.notes, **_memorized(task, data, model)},
-        seconds=round(time.perf_counter() - began, 3),
+        notes={**setup.notes, **_held(setup), **_memorized(task, data, model)},
+        seconds=round(time.process_time() - began, 3),
     )
+
+
+def _held(setup: Setup) -> dict[str, float]:
+    """Return the share of wrong and of right examples held back at their last visit, in percent."""
+    if setup.held is None:
+        return {}
+    wrong = setup.data.wrong
+    parts = {"wrong_held": setup.held[wrong], "right_held": setup.held[~wrong]}
+    return {name: round(100 * float(p.float().mean()), 2) for name, p in parts.items() if len(p)}
 
 
 def _memorized(task: Task, data: Data, model: torch.nn.Module) -> dict[str, float]:

@@ -33,6 +33,7 @@ class Setup:
         also_trained: More networks for the optimizer to train.
         after_step: Called after each optimizer step.
         evaluated: The network to evaluate, if it is not `model`.
+        held: Whether each training example was held back at its last visit, if the arm says so.
         notes: Figures to keep in the record.
     """
 
@@ -45,6 +46,7 @@ class Setup:
     also_trained: list[nn.Module] = field(default_factory=list)
     after_step: list[Callable[[], None]] = field(default_factory=list)
     evaluated: nn.Module | None = None
+    held: Tensor | None = None
     notes: dict[str, float] = field(default_factory=dict)
 
     @property

@@ -1,0 +1,132 @@
+"""The command of the benchmark: tune, evaluate, write the tables."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from microclip.files import write_whole
+from microclip_lab.dirty_data.arms import ARMS, PLAIN
+from microclip_lab.dirty_data.catalog import TASKS, task_named
+from microclip_lab.dirty_data.plan import EVALUATION_SEEDS, TUNING_SEEDS, Plan, editions
+from microclip_lab.dirty_data.records import Job, Record, read_all
+from microclip_lab.dirty_data.runner import FailedRunsError, work
+from microclip_lab.dirty_data.tables import markdown, summarize
+from microclip_lab.jobs.progress import progress
+
+DESCRIPTION = """\
+What helps on dirty data? Trains small networks on data with known errors, with our rules and with
+what people use instead, and compares each with plain training that was tuned as carefully.
+
+  tune      search each arm's learning rate, in steps of 2, on noisy validation data
+  evaluate  train with the tuned rates and fresh seeds, and measure on clean test data
+  table     write table.md and table.json from the records
+
+Every finished run is kept: stop at any time, and start the same command again to go on.
+
+  everything:                  benchmarks/dirty_data.py --workers 2
+  one task, a few arms:        benchmarks/dirty_data.py --tasks digits-20 --arms loss-history elr
+  more seeds, later:           benchmarks/dirty_data.py --stage evaluate --seeds 20
+  what there is:               benchmarks/dirty_data.py --list
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    made = argparse.ArgumentParser(
+        prog="benchmarks/dirty_data.py",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    made.add_argument("--stage", choices=("all", "tune", "evaluate", "table"), default="all")
+    made.add_argument("--tasks", nargs="+", metavar="TASK", help="default: all; see --list")
+    made.add_argument(
+        "--arms", nargs="+", metavar="ARM", help="default: all; plain is always included"
+    )
+    made.add_argument(
+        "--seeds",
+        type=int,
+        default=8,
+        help="how many seeds to evaluate (default: 8); their numbers start at 0, those for tuning "
+        f"at {TUNING_SEEDS[0]}",
+    )
+    made.add_argument("--workers", type=int, default=2, help="processes, one thread each")
+    made.add_argument("--out", type=Path, default=Path("results/dirty_data"), help="records")
+    made.add_argument("--list", action="store_true", help="describe tasks and arms")
+    return made
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command."""
+    made = parser()
+    options = made.parse_args(arguments)
+    console = Console(soft_wrap=True, highlight=False)
+    if options.list:
+        _describe(console)
+        return
+    for name in options.arms or ():
+        if name not in ARMS:
+            made.error(f"there is no arm {name!r}; the arms are {', '.join(ARMS)}")
+    if not 2 <= options.seeds <= len(EVALUATION_SEEDS):
+        made.error(f"--seeds must be from 2 to {len(EVALUATION_SEEDS)}, but got {options.seeds}")
+    if options.workers < 1:
+        made.error(f"--workers must be 1 or more, but got {options.workers}")
+    try:
+        tasks = [task_named(name) for name in options.tasks or TASKS]
+    except ValueError as error:
+        made.error(str(error))
+    stage, out = options.stage, options.out
+    records = read_all(out, editions(TASKS.values()))
+    plan = Plan(
+        tasks,
+        options.arms or ARMS,
+        options.seeds,
+        tuning=stage in ("all", "tune"),
+        evaluating=stage in ("all", "evaluate"),
+    )
+    if stage == "evaluate" and (untuned := plan.untuned(records)):
+        made.error(f"run --stage tune first; these have no learning rate: {', '.join(untuned)}")
+    if stage != "table":
+        _train(plan, records, out, options.workers, console)
+    if stage in ("all", "evaluate", "table"):
+        _write_tables(records, out, options.seeds, console)
+
+
+def _train(
+    plan: Plan, records: dict[Job, Record], out: Path, workers: int, console: Console
+) -> None:
+    try:
+        with progress(console) as report:
+            work(plan, records, out, workers, report)
+    except KeyboardInterrupt:
+        console.print("Stopped. Finished runs are kept: start the same command again to go on.")
+        sys.exit(130)
+    except FailedRunsError as error:
+        console.print(str(error))
+        sys.exit(1)
+
+
+def _write_tables(records: dict[Job, Record], out: Path, seeds: int, console: Console) -> None:
+    """Write the tables of all tasks, whatever was asked for now."""
+    summary = summarize(records, list(TASKS.values()), seeds)
+    if not summary["tasks"]:
+        console.print(f"{out} has no evaluation of {PLAIN} training yet, so there is no table.")
+        return
+    text = json.dumps(summary, indent=1, allow_nan=False) + "\n"
+    write_whole(out / "table.json", text.encode())
+    write_whole(out / "table.md", markdown(summary).encode())
+    console.print(f"tables: {out / 'table.md'}, {out / 'table.json'}")
+
+
+def _describe(console: Console) -> None:
+    for task in TASKS.values():
+        console.print(f"{task.name} ({task.purpose}): {task.title}. {task.description}")
+    console.print()
+    for arm in ARMS.values():
+        told = f" Told: {arm.told}." if arm.told else ""
+        console.print(f"{arm.name}: {arm.title}; for {', '.join(arm.kinds)}.{told}")

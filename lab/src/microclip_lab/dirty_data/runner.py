@@ -1,0 +1,113 @@
+"""Runs the plan in worker processes, one thread each, and keeps every finished run.
+
+The lab's job queue asks a database before each run, which takes longer than many of these runs do;
+here, one process hands them out.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from pathlib import Path
+
+from microclip_lab.dirty_data.catalog import TASKS
+from microclip_lab.dirty_data.plan import Plan
+from microclip_lab.dirty_data.records import Job, Record, append
+from microclip_lab.jobs.progress import Status
+
+logger = logging.getLogger(__name__)
+
+RUNS_OF_SEARCH = 8  # a guess for progress: four rates, two seeds
+
+
+class FailedRunsError(RuntimeError):
+    """Some runs ended in an error; all others are kept."""
+
+
+def run_job(job: Job, plain_rate: float | None) -> Record:
+    """Do one run, in a worker process."""
+    from microclip_lab.dirty_data.run import run
+
+    return run(
+        job.task,
+        job.arm,
+        job.seed,
+        job.rate,
+        plain_rate=plain_rate,
+        tested=job.stage == "evaluate",
+    )
+
+
+def one_thread() -> None:
+    """Prepare a worker process."""
+    import torch
+
+    torch.set_num_threads(1)
+
+
+def work(
+    plan: Plan,
+    records: dict[Job, Record],
+    folder: Path,
+    workers: int,
+    report: Callable[[Status], None],
+    do: Callable[[Job, float | None], Record] = run_job,
+) -> None:
+    """Do all missing runs; `records` grows.
+
+    Args:
+        plan: What to run.
+        records: What there is already.
+        folder: Where to add the records.
+        workers: How many processes; with 1, also a process of its own.
+        report: Called with the progress.
+        do: Does a run.
+    """
+    failed: dict[Job, str] = {}
+    running: dict[Future[Record], Job] = {}
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=one_thread)
+    try:
+        while True:
+            busy = set(running.values())
+            for job in plan.missing(records):
+                if len(running) == workers:
+                    break
+                if job not in busy and job not in failed:
+                    plain_rate = plan.plain_rate(records, TASKS[job.task])
+                    running[pool.submit(do, job, plain_rate)] = job
+            report(status(plan, records))
+            if not running:
+                break
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
+                job = running.pop(future)
+                error = future.exception()
+                if error is None:
+                    records[job] = future.result()
+                    append(folder, records[job])
+                else:
+                    logger.error("%s failed: %s", job, error)
+                    failed[job] = f"{type(error).__name__}: {error}"
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+    if failed:
+        listed = "; ".join(f"{job}: {error}" for job, error in failed.items())
+        raise FailedRunsError(f"{len(failed)} runs failed, all others are kept. {listed}")
+
+
+def status(plan: Plan, records: dict[Job, Record]) -> Status:
+    """Return the progress; how many runs a search takes is a guess until it is over."""
+    done = total = 0
+    untuned = set(plan.untuned(records))
+    counts = Counter((job.task, job.arm, job.stage) for job in records)
+    for task, arm in plan.pairs():
+        searched = counts[task.name, arm.name, "tune"] if plan.tuning else 0
+        judged = counts[task.name, arm.name, "evaluate"] if plan.evaluating else 0
+        is_open = plan.tuning and f"{task.name}/{arm.name}" in untuned
+        done += searched + judged
+        total += max(searched + 2, RUNS_OF_SEARCH) if is_open else searched
+        total += max(judged, len(plan.seeds)) if plan.evaluating else 0
+    return Status(done, total, done, max(total, 1))
