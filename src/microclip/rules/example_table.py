@@ -76,6 +76,7 @@ class ExampleTable:
         self._columns["visits"][rows] = torch.where(seen == MOST, seen, seen + 1)
         if self._index is not None and self._index.is_sorted:
             self._drop_index()
+            rows = keys if self._index is None else rows  # which drop_index renumbers
         return rows
 
     def known(self) -> Tensor:

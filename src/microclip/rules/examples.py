@@ -59,6 +59,11 @@ class ExampleRule(Rule):
         self.clip = clip
         self.total_steps = check_total_steps(total_steps)
 
+    @property
+    def is_one_pass(self) -> bool:
+        """Whether a step is one weighted backward pass, whatever the micro-batch size."""
+        return self.clip is None and not self.needs_norms
+
     def weigh(self, keys: Tensor, losses: Tensor | None) -> Tensor:
         """Return a weight of 0 or more for each example; called before the backward pass.
 
