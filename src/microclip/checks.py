@@ -188,6 +188,17 @@ def size_and_ids(size: int | None, ids: Ids | None) -> tuple[int, tuple[Hashable
     return count, names
 
 
+def check_losses(losses: object, ids: Ids | None) -> tuple[int, tuple[Hashable, ...]]:
+    """Return the number of examples and their ids; refuse what is not one loss per example."""
+    if not isinstance(losses, Tensor) or losses.dim() != 1 or not len(losses):
+        shown = tuple(losses.shape) if isinstance(losses, Tensor) else repr(losses)
+        raise ValueError(
+            "weighted_loss() needs a vector with one loss per example, as with "
+            f'reduction="none", but got {shown}.'
+        )
+    return size_and_ids(len(losses), ids)
+
+
 def check_gradients_exist(parameters: dict[str, nn.Parameter]) -> None:
     """Refuse a `fold()` before any backward pass."""
     if all(parameter.grad is None for parameter in parameters.values()):

@@ -234,14 +234,33 @@ class Clipper:
 
         `fold()` after your own `loss.backward()` takes what is in `.grad` as the gradient of one
         micro-batch, and clears it. Give its `size` if micro-batches differ in size, and its `loss`
-        for the outcome. If the loss was multiplied before the backward pass (by 1 / steps, in loops
-        that accumulate), pass `loss_scale=1 / steps`, which undoes it for both.
+        for the outcome: the mean, or one loss per example. If the loss was multiplied before the
+        backward pass (by 1 / steps, in loops that accumulate), pass `loss_scale=1 / steps`, which
+        undoes it for both.
         """
         checks.check_fold_arguments(loss_fn, chunk, domains, size, loss, loss_scale, domain)
         if loss_fn is None:
             self._fold_gradient(size, loss, loss_scale, ids, domain)
         else:
             self._fold_batch(loss_fn, chunk, ids, domains, final=False)
+
+    def weighted_loss(self, losses: Tensor, *, ids: Ids | None = None) -> Tensor:
+        """Return the loss to differentiate yourself, if the rule weights examples.
+
+        It is the weighted mean of one loss per example. Give the same losses to `fold()`:
+
+            clipper.weighted_loss(losses, ids=ids).backward()
+            clipper.fold(loss=losses, ids=ids)
+        """
+        size, names = checks.check_losses(losses, ids)
+        if self._example_rule is None:
+            return losses.mean()
+        self._current()
+        assert self._examples is not None
+        microbatch = Microbatch(None, range(size), None, names or tuple(range(size)))
+        weighted = self._weighted(microbatch, losses, ids)
+        self._examples.forget_last()  # fold() comes to the same weights
+        return weighted.mean(losses)
 
     def finish(self) -> Outcome:
         """Apply the rule to everything that was folded and add the result to `.grad`."""
@@ -474,6 +493,8 @@ class Clipper:
             self._ddp.expect_local()
         if self._outer_wrapper is not None:
             self._outer_wrapper.expect_none()
+        if size is None and self._example_rule is not None and loss is not None and loss.dim() == 1:
+            size = len(loss)
         size, names = checks.size_and_ids(size, ids)
         checks.check_gradients_exist(parameters)
         kept = [parameter.grad for parameter in parameters.values()]
@@ -483,7 +504,8 @@ class Clipper:
         try:
             microbatch = Microbatch(None, range(size), domain, names)
             if self._examples is not None:
-                microbatch = self._weighted(microbatch, loss, ids)
+                unscaled = None if loss is None else loss / loss_scale
+                microbatch = self._weighted(microbatch, unscaled, ids)
             step.add_gradients(engine, parameters, microbatch, loss, loss_scale)
         except BaseException as error:
             for parameter, gradient in zip(parameters.values(), kept, strict=True):
@@ -502,7 +524,8 @@ class Clipper:
         one = MicrobatchList(None, [microbatch.positions], [microbatch.domain], [microbatch.ids])
         weighted = self._examples.weigh(one, ids, False)[0]
         assert weighted.weights is not None
-        weighted.weights.multipliers([weighted.positions], loss.detach().reshape(-1)[:1])
+        losses = loss.detach() if loss.shape == (microbatch.size,) else loss.detach().mean()
+        weighted.weights.multipliers([weighted.positions], losses.reshape(-1))
         return weighted
 
     def _current(self) -> Step:

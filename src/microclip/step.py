@@ -196,6 +196,9 @@ class Step:
     ) -> None:
         """Take what is in `.grad` as the gradient of a micro-batch, and clear it."""
         mean_loss = None if loss is None else loss.detach().mean() / loss_scale
+        each = None
+        if loss is not None and loss.shape == (microbatch.size,):
+            each = loss.detach() / loss_scale
         gradients = take(parameters)
         if loss_scale != 1:
             gradients = {
@@ -203,4 +206,4 @@ class Step:
                 for name, gradient in gradients.items()
             }
         # their memory may belong to the user, who may write the next gradients to it
-        engine.add(gradients, microbatch, mean_loss, is_lent=loss_scale == 1)
+        engine.add(gradients, microbatch, mean_loss, each, is_lent=loss_scale == 1)
