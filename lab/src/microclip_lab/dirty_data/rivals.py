@@ -174,6 +174,9 @@ Labels = npt.NDArray[np.int64]
 def label_issues(labels: Labels, probabilities: Probabilities) -> npt.NDArray[np.bool_]:
     """Return the labels that are probably wrong: cleanlab's default, "prune by noise rate".
 
+    The same as cleanlab 2.9 finds, but for how counts are rounded; written out so that results do
+    not depend on what is installed.
+
     Args:
         labels: The given labels.
         probabilities: Of each class, out of sample, one row per example.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
+import signal
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
@@ -41,10 +42,11 @@ def run_job(job: Job, plain_rate: float | None) -> Record:
     )
 
 
-def one_thread() -> None:
-    """Prepare a worker process."""
+def prepare_worker() -> None:
+    """Use one thread, and leave Ctrl-C to the process that hands out the runs."""
     import torch
 
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
 
 
@@ -69,7 +71,8 @@ def work(
     failed: dict[Job, str] = {}
     running: dict[Future[Record], Job] = {}
     context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=one_thread)
+    strangers = set(multiprocessing.active_children())
+    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=prepare_worker)
     try:
         while True:
             busy = set(running.values())
@@ -91,8 +94,12 @@ def work(
                 else:
                     logger.error("%s failed: %s", job, error)
                     failed[job] = f"{type(error).__name__}: {error}"
+    except BaseException:  # do not wait for runs that nobody will keep
+        for process in set(multiprocessing.active_children()) - strangers:
+            process.terminate()
+        raise
     finally:
-        pool.shutdown(wait=False, cancel_futures=True)
+        pool.shutdown(cancel_futures=True)
     if failed:
         listed = "; ".join(f"{job}: {error}" for job, error in failed.items())
         raise FailedRunsError(f"{len(failed)} runs failed, all others are kept. {listed}")
