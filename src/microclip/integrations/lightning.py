@@ -10,6 +10,7 @@ on the clipped gradient. With Fabric or manual optimization, use `microclip.Clip
 from __future__ import annotations
 
 import inspect
+import math
 import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,7 @@ from microclip.clipper import Clipper
 from microclip.engines.select import check
 from microclip.integrations.metrics import metrics
 from microclip.microbatches import Ids, check_size
-from microclip.rules import Nonfinite, Rule
+from microclip.rules import ExampleRule, Nonfinite, Rule
 
 try:
     import lightning.pytorch as pl
@@ -42,6 +43,8 @@ class MicrobatchClip(pl.Callback):
 
     Args:
         rule: How norms become weights; must be a rule that streams. Default: `rules.MinNorm()`.
+            Rules that weight examples, such as `rules.LossHistory()`, take a `training_step` that
+            returns one loss per example, and learn from the Trainer how long it trains.
         nonfinite: As in `Clipper`.
         microbatch_size: b, how many examples are clipped together. None makes each batch one
             micro-batch, which clips only with `accumulate_grad_batches` or several ranks.
@@ -49,7 +52,8 @@ class MicrobatchClip(pl.Callback):
             dimensions use their last one. None means 0, with a warning if that looks wrong.
         size: Returns the number of examples in a batch. For batches that should not be cut and
             whose tensors do not show how many examples they hold.
-        ids: Returns the ids of a batch's examples, one per example.
+        ids: Returns the ids of a batch's examples, one per example, which rules that remember
+            examples need.
         domain: Returns the domain of a batch, or a list with one domain per example.
         ledger: As in `Clipper`.
         log: Whether to log the metrics of each step.
@@ -75,6 +79,14 @@ class MicrobatchClip(pl.Callback):
             )
         if rule is not None:
             check("stream", rule)
+        if isinstance(rule, ExampleRule) and rule.needs_ids and ids is None:
+            raise ValueError(
+                f"{type(rule).__name__} remembers every example, but the examples have no ids. Let "
+                "__getitem__(i) of your Dataset return i as well, and pass a function that finds "
+                "it in a batch, such as MicrobatchClip(rule, ids=lambda batch: batch[2])."
+            )
+        # whether to tell the rule how long training takes, because the user has not
+        self._tells_steps = isinstance(rule, ExampleRule) and rule.total_steps is None
         if batch_dim is not None and (not isinstance(batch_dim, int) or batch_dim < 0):
             raise ValueError(f"batch_dim must be 0, 1, ... or None, but got {batch_dim!r}.")
         if size is not None and (microbatch_size is not None or batch_dim is not None):
@@ -95,7 +107,8 @@ class MicrobatchClip(pl.Callback):
         model = trainer.strategy.model
         assert model is not None
         scaler = getattr(trainer.precision_plugin, "scaler", None)
-        self.clipper = Clipper(model, engine="stream", grad_scaler=scaler, **self._options)
+        size = self._cutter.microbatch_size
+        self.clipper = Clipper(model, size, engine="stream", grad_scaler=scaler, **self._options)
         state = dict(self._state or {})
         lost = state.pop("folded", 0)
         if state:  # from a checkpoint or the previous fit
@@ -109,6 +122,14 @@ class MicrobatchClip(pl.Callback):
                 stacklevel=2,
             )
         self._steps = ClippedSteps(trainer, self.clipper, self._cutter)
+        self._tell_steps(trainer)
+
+    def _tell_steps(self, trainer: pl.Trainer) -> None:
+        """Tell a rule that weights examples how long training takes."""
+        rule, steps = self._options["rule"], trainer.estimated_stepping_batches
+        if self._tells_steps and self.clipper is not None and steps < math.inf:
+            # the clipper has counted the steps of earlier fits, too
+            rule.total_steps = self.clipper.step + max(1, int(steps) - trainer.global_step)
 
     def _refuse_unsupported(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if not pl_module.automatic_optimization:

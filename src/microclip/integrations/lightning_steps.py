@@ -9,11 +9,9 @@ while Lightning computes the loss, and the last one in `backward`: after every h
 
 from __future__ import annotations
 
-import inspect
-import math
 import warnings
-from collections.abc import Callable, Hashable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Hashable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,10 +22,12 @@ from torch import Tensor, nn
 from microclip.checks import watch_for_time_first
 from microclip.clipper import Clipper
 from microclip.engines.gradients import set_aside, trainable
-from microclip.microbatches import Ids, count_examples, cut
+from microclip.engines.snapshot import undisturbed
+from microclip.example_step import ExampleIds
+from microclip.integrations.lightning_outputs import MicrobatchLogs, MicrobatchOutputs
+from microclip.microbatches import Ids, MicrobatchList, count_examples, cut
 from microclip.outcome import Outcome
-
-_REDUCTIONS = {"mean": "mean", "avg": "mean", "sum": "sum", "max": "max", "min": "min"}
+from microclip.rules import ExampleRule
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,8 @@ class BatchCutter:
     ids: Callable[[Any], Ids] | None
     domain: Callable[[Any], Any] | None
 
-    def pieces(self, batch: Any, first_position: int) -> list[Piece]:
-        """Return the micro-batches of a batch."""
+    def pieces(self, batch: Any, first_position: int, whole: bool = False) -> list[Piece]:
+        """Return the micro-batches of a batch; `whole`: one, or one for each domain."""
         ids = None if self.ids is None else self.ids(batch)
         labels = _to_labels(None if self.domain is None else self.domain(batch))
         if self.size is not None:
@@ -60,11 +60,11 @@ class BatchCutter:
             return [Piece(batch, self.size(batch), None if names is None else tuple(names), domain)]
         count = count_examples(batch, self.batch_dim or 0)
         domains = labels if isinstance(labels, list) else [labels] * count
-        if self.microbatch_size is None:
+        if self.microbatch_size is None and not whole:
             _single_domain(domains)
         found = cut(
             batch,
-            self.microbatch_size,
+            None if whole else self.microbatch_size,
             ids=ids,
             domains=None if labels is None else domains,
             first_position=first_position,
@@ -73,6 +73,15 @@ class BatchCutter:
         if len(found) == 1:
             return [Piece(batch, count, found[0].ids, found[0].domain)]
         return [Piece(each.batch, each.size, each.ids, each.domain) for each in found]
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A micro-batch after its forward pass, before its backward pass."""
+
+    loss: Tensor  # to differentiate
+    shown: Tensor  # to the clipper: the same, or one loss per example
+    piece: Piece
 
 
 class ClippedSteps:
@@ -84,7 +93,12 @@ class ClippedSteps:
         self.unlogged: Outcome | None = None  # set when a window ends, until it is logged
         self._trainer, self._cutter = trainer, cutter
         self._examples = 0
-        self._pending: tuple[Tensor, Piece] | None = None  # forward has run, backward has not
+        self._pending: Pending | None = None
+        rule = clipper.policy.rule
+        self._rule = rule if isinstance(rule, ExampleRule) else None
+        self._ids = None if self._rule is None else ExampleIds(self._rule)
+        # whether training_step returns one loss per example, so that batches need not be cut
+        self._returns_losses: bool | None = None
         self._parameters: dict[str, nn.Parameter] = {}  # trainable in this window
         self._batch = -1
         self._layout_checked = cutter.batch_dim is not None
@@ -109,8 +123,7 @@ class ClippedSteps:
         if getattr(self._trainer.fit_loop, "_skip_backward", False):  # averaging BatchNorm only
             return self._step(batch, *rest)
         self._start_batch()
-        pieces = self._pieces(batch)
-        self._warn_if_single(len(pieces))
+        pieces = self._pieces(batch, rest)
         module = self._trainer.lightning_module
         logs = MicrobatchLogs(module) if len(pieces) > 1 else None
         outputs = MicrobatchOutputs()
@@ -120,12 +133,15 @@ class ClippedSteps:
                 capture = logs.capture(piece.size) if logs else nullcontext()
                 with self._checking_layout(piece), capture:
                     output = self._step(piece.batch, *rest)
-                loss = output.get("loss") if isinstance(output, Mapping) else output
+                loss = _loss_of(output)
                 if output is None:
                     continue
                 if not isinstance(loss, Tensor):
                     return output  # Lightning raises its own error for this
-                self._pending = loss, piece
+                self._pending = Pending(self._weighted(loss, piece), loss.detach(), piece)
+                if self._pending.loss is not loss:
+                    output = _with_loss(output, self._pending.loss)
+                self._warn_if_single(len(pieces), loss)
                 if logs:
                     outputs.add(output, piece.size)
         if logs:
@@ -166,9 +182,21 @@ class ClippedSteps:
                 "MicrobatchClip(microbatch_size=...)."
             )
 
-    def _pieces(self, batch: Any) -> list[Piece]:
+    def _pieces(self, batch: Any, rest: tuple[Any, ...]) -> list[Piece]:
+        """Return what is run and differentiated at once."""
+        self._check_ids(batch)
+        if self._rule is None or not self._rule.is_one_pass:
+            return self._cut(batch)
+        if self._cutter.microbatch_size is None:
+            return self._cut(batch, whole=True)
+        pieces = self._cut(batch)
+        if self._returns_losses is None and len(pieces) > 1:
+            self._returns_losses = self._try(pieces[0], rest)
+        return self._cut(batch, whole=True) if self._returns_losses else pieces
+
+    def _cut(self, batch: Any, whole: bool = False) -> list[Piece]:
         try:
-            return self._cutter.pieces(batch, self._examples)
+            return self._cutter.pieces(batch, self._examples, whole)
         except (TypeError, ValueError) as error:
             error.add_note(
                 "microclip: use MicrobatchClip(batch_dim=1) for time-first batches, or "
@@ -176,18 +204,57 @@ class ClippedSteps:
             )
             raise
 
+    def _check_ids(self, batch: Any) -> None:
+        """In the first two steps, refuse ids that number the examples of each batch anew."""
+        if self._ids is None or self._cutter.ids is None or self.clipper.step > 1:
+            return
+        ids = self._cutter.ids(batch)
+        names = tuple(ids.tolist() if isinstance(ids, Tensor) else ids)
+        whole = MicrobatchList(batch, [range(len(names))], [None], [names])
+        self._ids.keys(whole, ids, self.clipper.step)
+
+    def _try(self, piece: Piece, rest: tuple[Any, ...]) -> bool | None:
+        """Return whether training_step returns one loss per example, without leaving a trace."""
+        module = self._trainer.lightning_module
+        parameters = trainable(self.clipper.model)
+        with (
+            self.clipper.local(),
+            undisturbed(self.clipper.model, parameters),
+            MicrobatchLogs(module).capture(piece.size),
+            torch.no_grad(),
+        ):
+            loss = _loss_of(self._step(piece.batch, *rest))
+        return _is_per_example(loss, piece) if isinstance(loss, Tensor) else None
+
+    def _weighted(self, loss: Tensor, piece: Piece) -> Tensor:
+        """Return the loss to differentiate."""
+        if self._rule is None:
+            return loss
+        if _is_per_example(loss, piece):
+            return self.clipper.weighted_loss(loss, ids=piece.ids)
+        if self._cutter.microbatch_size is None or self._returns_losses:
+            raise ValueError(
+                f"{type(self._rule).__name__} weights examples, but training_step returned a loss "
+                f"of shape {tuple(loss.shape)} for {piece.size} of them. Return one loss per "
+                'example, as with reduction="none". If that is impossible, pass '
+                "MicrobatchClip(microbatch_size=1) (slow) or more, and micro-batches are weighted, "
+                "by the mean weight of their examples."
+            )
+        return loss
+
     def _fold_pending(self, optimizer: Any = None, *args: Any, **kwargs: Any) -> None:
         if self._pending is None:
             return
-        (loss, piece), self._pending = self._pending, None
+        pending, self._pending = self._pending, None
+        piece = pending.piece
         optimizer = self._trainer.optimizers[0] if optimizer is None else optimizer
         # .grad still holds the previous window, or belongs to parameters no optimizer clears
         if not self.folded:
             self._parameters = trainable(self.clipper.model)
         with set_aside(self._parameters):
-            self._differentiate(loss, optimizer, *args, **kwargs)
+            self._differentiate(pending.loss, optimizer, *args, **kwargs)
             self.clipper.fold(
-                size=piece.size, loss=loss.detach(), ids=piece.ids, domain=piece.domain
+                size=piece.size, loss=pending.shown, ids=piece.ids, domain=piece.domain
             )
         self.folded += 1
         self._examples += piece.size
@@ -203,8 +270,10 @@ class ClippedSteps:
         self.unlogged = self.clipper.finish()
         self.folded = self._examples = 0
 
-    def _warn_if_single(self, pieces: int) -> None:
-        trainer = self._trainer
+    def _warn_if_single(self, pieces: int, loss: Tensor) -> None:
+        trainer, rule = self._trainer, self._rule
+        if rule is not None and rule.is_one_pass and loss.dim():
+            return  # examples are weighted, not micro-batches
         if pieces == trainer.accumulate_grad_batches == trainer.world_size == 1:
             if self._cutter.microbatch_size is not None and trainer.is_last_batch:
                 return  # the short batch at the end of an epoch
@@ -241,80 +310,18 @@ class ClippedSteps:
         self._pending = None
 
 
-class MicrobatchOutputs:
-    """Collects what `training_step` returns per micro-batch and merges it for the batch."""
-
-    def __init__(self) -> None:
-        self._outputs: list[Any] = []
-        self._sizes: list[int] = []
-
-    def __len__(self) -> int:
-        return len(self._outputs)
-
-    def add(self, output: Any, size: int) -> None:
-        """Add one micro-batch's output, without its graph."""
-        self._outputs.append(_detach(output))
-        self._sizes.append(size)
-
-    def merged(self) -> Any:
-        """Return the output of the whole batch, with the mean loss."""
-        first, sizes = self._outputs[0], self._sizes
-        if isinstance(first, Tensor):
-            return _weighted_mean(self._outputs, sizes)
-        return {
-            key: _weighted_mean([each[key] for each in self._outputs], sizes)
-            if key == "loss"
-            else _merge(f"{key!r}", [each.get(key) for each in self._outputs], sizes)
-            for key in first
-        }
+def _loss_of(output: Any) -> Any:
+    """Return the loss in what training_step returned."""
+    return output.get("loss") if isinstance(output, Mapping) else output
 
 
-class MicrobatchLogs:
-    """Merges what `training_step` logs per micro-batch into one log entry for the batch."""
+def _with_loss(output: Any, loss: Tensor) -> Any:
+    """Return what training_step returned, with another loss."""
+    return {**output, "loss": loss} if isinstance(output, Mapping) else loss
 
-    def __init__(self, module: pl.LightningModule) -> None:
-        self._module = module
-        self._log = module.log
-        self._signature = inspect.signature(module.log)
-        self._size = 0
-        self._entries: dict[str, tuple[list[Any], list[int], dict[str, Any]]] = {}
 
-    @contextmanager
-    def capture(self, size: int) -> Iterator[None]:
-        """Inside the block, collect `self.log` calls of a micro-batch of this size."""
-        self._size = size
-        before = vars(self._module).get("log")
-        self._module.log = self._collect  # type: ignore[method-assign]
-        try:
-            yield
-        finally:
-            del self._module.log  # uncovers the method again
-            if before is not None:
-                self._module.log = before  # type: ignore[method-assign]
-
-    def _collect(self, *args: Any, **kwargs: Any) -> None:
-        options = self._signature.bind(*args, **kwargs).arguments
-        name, value = options.pop("name"), options.pop("value")
-        reduction = _REDUCTIONS.get(_reduction_name(options.get("reduce_fx", "mean")))
-        plain = isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)
-        if not plain or reduction is None:
-            self._log(name, value, **options)  # a torchmetrics Metric accumulates by itself
-            return
-        values, sizes, _ = self._entries.setdefault(name, ([], [], options))
-        values.append(value.detach() if isinstance(value, Tensor) else value)
-        sizes.append(options.get("batch_size") or self._size)
-
-    def write(self) -> None:
-        """Log the merged entries."""
-        for name, (values, sizes, options) in self._entries.items():
-            reduction = _REDUCTIONS[_reduction_name(options.get("reduce_fx", "mean"))]
-            tensors = [torch.as_tensor(value, dtype=_float_dtype(value)) for value in values]
-            if reduction == "mean":
-                value = _weighted_mean(tensors, sizes)
-            else:
-                value = getattr(torch.stack([each.reshape(()) for each in tensors]), reduction)()
-            self._log(name, value, **{**options, "batch_size": sum(sizes)})
-        self._entries.clear()
+def _is_per_example(loss: Tensor, piece: Piece) -> bool:
+    return loss.shape == (piece.size,)
 
 
 def _to_labels(domain: Any) -> Any:
@@ -332,55 +339,3 @@ def _single_domain(domains: list[Any]) -> Any:
             "by domain before cutting it."
         )
     return found.pop()
-
-
-def _weighted_mean(values: list[Tensor], sizes: list[int]) -> Tensor:
-    total = torch.stack([value * size for value, size in zip(values, sizes, strict=True)]).sum(0)
-    mean: Tensor = total / sum(sizes)
-    return mean
-
-
-def _merge(name: str, values: list[Any], sizes: list[int]) -> Any:
-    """Merge outputs: concatenate per-example values, average numbers, or keep what is equal."""
-    first = values[0]
-    if isinstance(first, Tensor) and all(isinstance(value, Tensor) for value in values):
-        if all(v.dim() > 0 and len(v) == size for v, size in zip(values, sizes, strict=True)):
-            return torch.cat(values)
-        if all(v.dim() == 0 and v.is_floating_point() for v in values):
-            return _weighted_mean(values, sizes)
-        if all(v.shape == first.shape and torch.equal(v, first) for v in values):
-            return first
-    elif isinstance(first, Mapping) and all(isinstance(v, Mapping) for v in values):
-        keys = [key for key in first if all(key in value for value in values)]
-        return {key: _merge(f"{name}[{key!r}]", [v[key] for v in values], sizes) for key in keys}
-    elif all(isinstance(value, float) for value in values):
-        return math.fsum(v * size for v, size in zip(values, sizes, strict=True)) / sum(sizes)
-    elif isinstance(first, list) and all(
-        isinstance(v, list) and len(v) == size for v, size in zip(values, sizes, strict=True)
-    ):
-        return [each for value in values for each in value]
-    elif all(type(value) is type(first) and value == first for value in values):
-        return first
-    raise NotImplementedError(
-        f"training_step returned {name} along with the loss, once for each of {len(values)} "
-        f"micro-batches, and microclip cannot merge these into one value for the batch: {first!r}, "
-        f"{values[1]!r}, ... Return one entry per example or a mean as a float, log it with "
-        "self.log, or leave it out."
-    )
-
-
-def _detach(node: Any) -> Any:
-    if isinstance(node, Tensor):
-        return node.detach()
-    if isinstance(node, Mapping):
-        return {key: _detach(value) for key, value in node.items()}
-    return node
-
-
-def _reduction_name(reduce_fx: Any) -> str:
-    return reduce_fx.lower() if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "")
-
-
-def _float_dtype(value: Any) -> torch.dtype:
-    given = isinstance(value, Tensor) and value.is_floating_point()
-    return value.dtype if given else torch.get_default_dtype()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from microclip.outcome import Outcome
 
@@ -21,7 +22,7 @@ def metrics(outcome: Outcome) -> dict[str, float]:
     """
     if not len(outcome):
         return {}
-    found = {
+    found: dict[str, Tensor | int] = {
         "bound": outcome.bound,
         "mean_weight": outcome.mean_weight,
         "effective_sample_size": outcome.effective_sample_size,
@@ -34,6 +35,8 @@ def metrics(outcome: Outcome) -> dict[str, float]:
     # how much of the micro-batches' total norm is left after clipping
     kept = (outcome.norms * outcome.weights).nansum() / outcome.norms.nansum().clamp(min=1e-300)
     found["update_kept"] = kept
+    if outcome.held_back is not None:
+        found["held_back"] = outcome.held_back  # examples of this rank below half their weight
     if set(outcome.domains) != {None}:
         for domain, share in outcome.weight_shares.items():
             found[f"weight_share/{domain}"] = share

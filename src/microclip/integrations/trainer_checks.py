@@ -32,6 +32,7 @@ from microclip.engines.gradients import trainable
 from microclip.engines.snapshot import undisturbed
 from microclip.integrations.columns import PACKING_KEYS
 from microclip.microbatches import tensors_of
+from microclip.rules import ExampleRule
 from microclip.wrappers import is_sharded
 
 PACKAGES = tuple(
@@ -332,6 +333,34 @@ def not_examples_message(examples: int, inputs: dict[str, Any], size: int | None
         "example. If an example has several rows, such as a pair of answers, stack them along a "
         "second dimension and flatten it in the model. Or use microbatch_size=None, which makes "
         "each batch one micro-batch."
+    )
+
+
+def check_weighted_batch(rule: ExampleRule, ids: Any, packed: int | None) -> None:
+    """Refuse a batch whose examples a rule cannot recognize, or cannot weight."""
+    name = type(rule).__name__
+    if rule.needs_ids and ids is None:
+        raise ValueError(
+            f"{name} remembers every example, but the examples have no ids. Add a column with "
+            'their numbers, dataset = dataset.add_column("id", list(range(len(dataset)))), or '
+            'data = [{**example, "id": i} for i, example in enumerate(data)] for a list, and pass '
+            'id_column="id".'
+        )
+    if packed is not None:
+        raise NotImplementedError(
+            f"{name} weights examples, but the data collator made a batch of {packed} of them "
+            "whose rows are not examples (perhaps it packs them without padding), so they cannot "
+            "be told apart. Use a collator that pads."
+        )
+
+
+def no_example_losses_message(rule: ExampleRule, reason: str) -> str:
+    """Explain why examples cannot be weighted one by one."""
+    return (
+        f"{type(rule).__name__} weights examples, which takes one loss per example, but the "
+        f"Trainer's loss has no such form: {reason or 'it is not finite in this batch'}. Pass "
+        "microbatch_size=1 (slow) or more, and micro-batches are weighted instead, by the mean "
+        "weight of their examples."
     )
 
 

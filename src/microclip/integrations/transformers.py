@@ -31,7 +31,7 @@ from microclip.engines.select import EngineName, Scope
 from microclip.integrations.metrics import metrics
 from microclip.microbatches import check_size, count_examples
 from microclip.outcome import Outcome
-from microclip.rules import Nonfinite, Rule
+from microclip.rules import ExampleRule, Nonfinite, Rule
 
 try:
     import accelerate  # noqa: F401
@@ -59,6 +59,8 @@ from microclip.integrations.example_losses import (
 from microclip.integrations.trainer_checks import (
     RequireClipped,
     check_base_classes,
+    check_weighted_batch,
+    no_example_losses_message,
     not_examples_message,
     refuse_sharded,
     refuse_unsupported,
@@ -77,13 +79,15 @@ class ClippedTrainerMixin:
     Args:
         microbatch_size: b, how many examples are clipped together, on one rank. None: a whole
             batch (`per_device_train_batch_size`).
-        rule: How norms become weights; the default is `rules.MinNorm()`.
+        rule: How norms become weights; the default is `rules.MinNorm()`. Rules that weight
+            examples, such as `rules.LossHistory()`, learn from the Trainer how long it trains.
         engine: As in `Clipper`.
         nonfinite: As in `Clipper`.
         scope: As in `Clipper`, for FSDP2.
         ledger: As in `Clipper`: records what was done to which examples.
         domain_column: The column of the data set with the examples' domains.
-        id_column: The column of the data set with the examples' ids.
+        id_column: The column of the data set with the examples' ids, which rules that remember
+            examples need.
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -108,6 +112,12 @@ class ClippedTrainerMixin:
         self._options |= {"scope": scope, "ledger": ledger}
         self._columns = {"domains": domain_column, "ids": id_column}
         self._fresh_rule = None if rule is None else deepcopy(rule.state_dict())
+        self._example_rule = rule if isinstance(rule, ExampleRule) else None
+        # whether to tell the rule how long training takes, because the user has not
+        self._tells_steps = (
+            self._example_rule is not None and self._example_rule.total_steps is None
+        )
+        self._must_tell_steps = self._tells_steps
         self.clipper: Clipper | None = None  # created with the first batch, for the wrapped model
         self._state: dict[str, Any] | None = None  # from a checkpoint, until the clipper is created
         self._losses = ExampleLossFinder(self)
@@ -135,6 +145,7 @@ class ClippedTrainerMixin:
         `train` calls this once, or once for every batch size that `auto_find_batch_size` tries.
         """
         self._state = None
+        self._must_tell_steps = self._tells_steps
         self._losses, self._finder = ExampleLossFinder(self), None
         self._wide.discard()
         self._folded = self._clipped = False
@@ -158,6 +169,7 @@ class ClippedTrainerMixin:
         packed = inputs.pop(EXAMPLE_COUNT, None)
         columns = self._take_columns(inputs)
         clipper = self._clipper_of(model)
+        self._prepare_example_rule(clipper, columns, packed)
         # not the size of this very batch: the last one of an epoch may be shorter
         batch_size = trainer._train_batch_size or trainer.args.train_batch_size
         if trainer.accelerator.split_batches:
@@ -168,7 +180,7 @@ class ClippedTrainerMixin:
             raise NotImplementedError(not_examples_message(packed, inputs, self._size))
         if packed is not None:
             self._fold_packed(model, clipper, inputs, packed, columns)
-        elif self._size is not None and self._size > batch_size:
+        elif self._is_wide(model, inputs, batch_size):
             self._add_to_wide(model, clipper, inputs, columns)
             if last:
                 self._wide.fold(clipper)
@@ -179,6 +191,36 @@ class ClippedTrainerMixin:
             clipper.fold(loss_fn, inputs, **columns)
         self._folded = True
         return self._step_loss(clipper.finish() if last else None)
+
+    def _prepare_example_rule(
+        self, clipper: Clipper, columns: dict[str, Any], packed: int | None
+    ) -> None:
+        """Tell a rule that weights examples how long training takes; refuse useless batches."""
+        rule = self._example_rule
+        if rule is None:
+            return
+        check_weighted_batch(rule, columns.get("ids"), packed)
+        if self._must_tell_steps:
+            state = self.state  # type: ignore[attr-defined]
+            # the clipper has counted the steps of earlier calls of train(), too
+            rule.total_steps = clipper.step + max(1, state.max_steps - state.global_step)
+            self._must_tell_steps = False
+
+    def _is_wide(self, model: nn.Module, inputs: dict[str, Any], batch_size: int) -> bool:
+        """Whether micro-batches span several batches."""
+        if self._size is None or self._size <= batch_size:
+            return False
+        rule = self._example_rule
+        if rule is None:
+            return True
+        if rule.clip is not None:
+            raise NotImplementedError(
+                f"{rule!r} clips micro-batches of weighted examples, which must be part of one "
+                f"batch, but microbatch_size {self._size} is larger than the {batch_size} examples "
+                "of a batch. Increase per_device_train_batch_size, or decrease microbatch_size."
+            )
+        # examples that can be weighted one by one need no micro-batches
+        return self._losses.find(model, inputs) is None
 
     def _step_loss(self, outcome: Outcome | None) -> Tensor:
         """Return the loss for the Trainer's log: the step's with its last batch, 0 before that."""
@@ -208,11 +250,16 @@ class ClippedTrainerMixin:
     ) -> LossFn:
         """Return a function for the loss of a micro-batch, per example where that is available."""
         trainer: Any = self
-        each = None
-        if self._size is not None and self._size < batch_size:  # else there is only one micro-batch
+        each, rule = None, self._example_rule
+        is_cut = self._size is not None and self._size < batch_size
+        if is_cut or rule is not None:  # else there is only one micro-batch
             each = self._losses.find(model, inputs)
-            if each is not None:
+            if each is not None and rule is not None and rule.is_one_pass:
+                each.add_scales(inputs, None, None)  # the batch is not cut
+            elif each is not None:
                 each.add_scales(inputs, self._size, domains)
+            elif rule is not None and self._size is None:
+                raise NotImplementedError(no_example_losses_message(rule, self._losses.reason))
             elif self._options["engine"] == "fused":
                 raise NotImplementedError(
                     'engine="fused" needs per-example losses, which are not available here: '
