@@ -44,7 +44,8 @@ class AcceleratedClipper:
         accelerator: The accelerator of the loop.
         model: The model that `accelerator.prepare` returned.
         microbatch_size: b, how many examples are clipped together. None: a whole batch.
-        options: Further arguments of `Clipper`. The loss scaler is the accelerator's.
+        options: Further arguments of `Clipper`. The loss scaler is the accelerator's. Rules that
+            weight examples need `total_steps` from you: Accelerate does not know it.
     """
 
     def __init__(
