@@ -38,6 +38,7 @@ UNTOLD = 10  # visits after which the trial starts if nobody said how long train
 ITERATIONS = 25
 SAMPLE = 100_000  # averages that the mixture is fitted to, at most
 SMALL = 20  # examples of a domain, below which none of them is held back
+APART = 4.0  # separation of the groups within a domain, below which none of it is held back
 
 Phase = Literal["watching", "trial", "holding", "released", "off"]
 
@@ -86,6 +87,11 @@ class Mixture:
             variances[high].item(),
             shares[high].item(),
         )
+
+    @property
+    def separation(self) -> float:
+        """The distance of the means, in standard deviations (the mean of both)."""
+        return 2 * (self.high - self.low) / (self.low_variance**0.5 + self.high_variance**0.5)
 
     def weights(self, values: Tensor) -> Tensor:
         """Return the probability of the lower distribution; 1 below its mean, 0 above the other."""
@@ -200,9 +206,19 @@ class LossHistory(ExampleRule):
         table["held"][rows] = weights < 0.5
         table["domain"][rows] = self._numbers(domains)
         self._visits += len(keys)
+        if self.phase == "watching" and self._visits == len(table) and self._is_half_over():
+            self.phase = "off"
+            self._warn(
+                f"{type(self).__name__} holds nothing back: half of {self.total_steps} steps are "
+                "over and no example has been seen twice. Use LossWeight() for data that is seen "
+                "once, or check that ids stay the same from epoch to epoch."
+            )
         if self._visits >= max(2 * len(table), self._checked + len(table)):
             self._checked = self._visits
             self._look()
+
+    def _is_half_over(self) -> bool:
+        return self.total_steps is not None and 2 * self._steps > self.total_steps
 
     def _values(self, seen: Seen) -> Tensor:
         """Return what is averaged over the visits of an example."""
@@ -248,9 +264,14 @@ class LossHistory(ExampleRule):
         done = visits / epochs if epochs is not None else visits / UNTOLD
         if done < EARLIEST:
             return False
-        last = self.table["last"][self.table.known()]
-        learned = last.median().item() < STARTED * self._first_loss
+        last, floor = self.table["last"][self.table.known()].median().item(), self._floor()
+        learned = last - floor < STARTED * (self._first_loss - floor)
         return learned or done >= (LATEST if epochs is not None else 1)
+
+    def _floor(self) -> float:
+        """Return what losses are measured from: 0, or about the lowest if they are negative."""
+        last = self.table["last"][self.table.known()]
+        return min(0.0, last.kthvalue(1 + len(last) // 100).values.item())
 
     def _trial_is_over(self) -> bool:
         length = float(TRIAL_VISITS)
@@ -283,7 +304,8 @@ class LossHistory(ExampleRule):
             if counts[number] < SMALL:
                 self.mixtures[number] = None
             elif held[number] < 0.5 * counts[number]:
-                self.mixtures[number] = Mixture.fit(averages[domains == number])
+                own = Mixture.fit(averages[domains == number])
+                self.mixtures[number] = own if own and own.separation > APART else None
 
     def _judge(self, rows: Tensor, weights: Tensor) -> None:
         """Go on only while suspects that were left out stay as bad as they were."""
@@ -294,10 +316,11 @@ class LossHistory(ExampleRule):
             return
         last = table["last"][suspects].median().item()
         first = table["first"][suspects].median().item()
-        if last <= IMPROVED * first:
+        floor = self._floor()
+        if last - floor <= IMPROVED * (first - floor):
             better = f"their median loss fell from {first:.3g} to {last:.3g}"
             self._release(f"{better} although they were left out, so they are hard, not wrong")
-        elif last <= AS_BAD * self._first_loss:
+        elif last - floor <= AS_BAD * (self._first_loss - floor):
             level = f"their median loss is {last:.3g}, an untrained model's {self._first_loss:.3g}"
             self._release(f"{level}, so they are hard, not wrong")
         elif self.phase == "trial":
