@@ -54,11 +54,14 @@ def test_examples_that_stay_bad_are_held_back(kind):
     assert rule.phase == "holding"
     assert weights[WRONG].max() < 0.05
     assert weights[~WRONG].min() > 0.95
-    assert [message.split(" (step")[0] for message in messages] == [
-        f"{kind.__name__} starts to hold examples back: 40 of 200 examples, for a trial",
+    start, on = messages
+    assert start.startswith(
+        f"{kind.__name__} starts to hold examples back: 40 of 200 examples, for a trial (step"
+    )
+    assert on.startswith(
         f"{kind.__name__} goes on holding back 40 of 200 examples: left out for a trial, their "
-        "median loss went from 2.33 to 2.48, so the rest does not teach them",
-    ] or len(messages) == 2
+        "median loss went from 2.3"
+    )
 
 
 def test_examples_that_get_better_while_left_out_are_released():
@@ -98,13 +101,18 @@ def test_examples_seen_only_once():
     """Then there is nothing to remember, and the rule says so once half of training is over."""
     rule = LossHistory(40)
     generator = torch.Generator().manual_seed(0)
-    with pytest.warns(RuntimeWarning, match="no example has been seen twice"):
-        for step in range(40):
+
+    def show(steps):
+        for step in steps:
             keys = torch.arange(step * 10, step * 10 + 10)
             losses = torch.rand(10, generator=generator, dtype=torch.float64)
             zeros = torch.zeros(10, dtype=torch.int64)
             assert rule.weigh(keys, None).tolist() == [1.0] * 10
             rule.remember(Seen(step, keys, losses, torch.ones(10), zeros))
+
+    show(range(20))
+    with pytest.warns(RuntimeWarning, match="no example has been seen twice"):
+        show(range(20, 40))
     assert rule.phase == "off"
 
 
@@ -365,7 +373,7 @@ class TestClipper:
         first = clipper.backward(self.losses, self.batch)
         assert first.example_weights.tolist() == [1.0] * 8
         far = self.batch[0].clone()
-        far[2] *= 1000
+        far[2] *= -1000 if self.losses(self.batch)[2] < 0.7 else 1000
         outcome = clipper.backward(self.losses, (far, self.batch[1]))
         losses = self.losses((far, self.batch[1])).detach()
         assert losses[2] < 1 or outcome.example_weights[2] == 0

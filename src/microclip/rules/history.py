@@ -91,7 +91,11 @@ class Mixture:
     @property
     def separation(self) -> float:
         """The distance of the means, in standard deviations (the mean of both)."""
-        return 2 * (self.high - self.low) / (self.low_variance**0.5 + self.high_variance**0.5)
+        return (
+            2
+            * (self.high - self.low)
+            / (math.sqrt(self.low_variance) + math.sqrt(self.high_variance))
+        )
 
     def weights(self, values: Tensor) -> Tensor:
         """Return the probability of the lower distribution; 1 below its mean, 0 above the other."""
