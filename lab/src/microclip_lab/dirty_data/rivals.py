@@ -164,7 +164,7 @@ def co_teaching(setup: Setup) -> Backward:
 
 # ---- cleaning first: confident learning (Northcutt et al. 2021)
 
-FOLDS = 5
+FOLDS = 4
 KEPT_PER_CLASS = 5
 
 Probabilities = npt.NDArray[np.float64]

@@ -62,6 +62,7 @@ def _mixture(name: str, title: str, purpose: Purpose, noise: float) -> Task:
         validate=accuracy,
         test=accuracy,
         epochs=30,
+        start=-2,
     )
 
 

@@ -29,7 +29,7 @@ from microclip_lab.vision import cifar, digit_splits
 
 
 def digits_data(seed: int, noise: float, pairs: bool = False) -> Data:
-    """Return 896 training images and 297 for validation with wrong labels, 600 clean ones."""
+    """Return 900 training images and 297 for validation with wrong labels, 600 clean ones."""
     clean = digit_splits.load(seed, noise=0.0)
     draw = np.random.default_rng((seed, 13))
 
@@ -51,7 +51,7 @@ def _digits(
     noise: float,
     *,
     pairs: bool = False,
-    epochs: int = 40,
+    epochs: int = 32,
 ) -> Task:
     kind = "replaced by the next class" if pairs else "wrong"
     return Task(
@@ -72,7 +72,7 @@ def _digits(
 
 
 # ---- CIFAR-10
-PHOTOS, JUDGED = 4096, 1024  # for training and validation, drawn with the seed
+PHOTOS, JUDGED = 3072, 1024  # for training and validation, drawn with the seed
 SIDE = 16
 
 
@@ -125,9 +125,9 @@ def _cifar(name: str, title: str, purpose: Purpose, labels: str, noise: float) -
         losses=cross_entropies,
         validate=accuracy,
         test=accuracy,
-        epochs=25,
+        epochs=24,
         batch_size=64,
-        start=-1,
+        start=-2,
         test_every=5,
     )
 
