@@ -4,9 +4,13 @@ import dataclasses
 import json
 import math
 import multiprocessing
+import os
+import threading
+import time
 from functools import partial
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from torch.nn import functional as F
@@ -430,6 +434,31 @@ def test_finished_runs_are_kept_when_others_fail_and_resuming_does_the_rest(tmp_
     assert len(lines) == len(kept) == 3 * 2 + 2  # nothing was run twice
     assert not plan.missing(kept)
     assert multiprocessing.active_children() == []
+
+
+def endless(job, plain_rate, told):
+    (told / "pid").write_text(str(os.getpid()))
+    threading.Event().wait()
+
+
+def work_forever(folder):
+    work(Plan([DIGITS], [], 2), {}, folder, 1, lambda _: None, partial(endless, told=folder))
+
+
+@pytest.mark.full
+def test_workers_end_when_their_parent_is_killed(tmp_path):
+    parent = multiprocessing.get_context("spawn").Process(target=work_forever, args=(tmp_path,))
+    parent.start()
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
+        assert parent.is_alive()
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    worker = psutil.Process(int((tmp_path / "pid").read_text()))
+    parent.kill()
+    parent.join()
+    psutil.wait_procs([worker], timeout=30)
+    assert not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE
 
 
 def test_a_line_that_was_cut_off_costs_one_run(tmp_path):

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
+import os
 import signal
+import threading
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
@@ -43,11 +45,20 @@ def run_job(job: Job, plain_rate: float | None) -> Record:
 
 
 def prepare_worker() -> None:
-    """Use one thread, and leave Ctrl-C to the process that hands out the runs."""
+    """Use one thread, leave Ctrl-C to the process that hands out the runs, and end with it."""
     import torch
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """A pool's worker waits for its next run forever if the parent is killed."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
 
 
 def work(
