@@ -21,7 +21,9 @@ from microclip.engines.gradients import (
     LossFn,
     MeanOfExamplesError,
     deposit,
+    kept_gradients,
     name_of,
+    restore,
     trainable,
 )
 from microclip.engines.select import (
@@ -35,6 +37,7 @@ from microclip.engines.select import (
 )
 from microclip.engines.step_record import REDUCTIONS, Policy, Reduction, StepRecord
 from microclip.example_step import ExampleIds, ExampleStep
+from microclip.interrupts import uninterrupted
 from microclip.microbatches import (
     Domains,
     Ids,
@@ -126,7 +129,7 @@ class Clipper:
         checks.check_ledger(ledger)
         check(engine, rule)
         checks.check_example_rule(rule, microbatch_size, scope)
-        trainable(model)
+        self._parameters = trainable(model)  # as of the last step
         self.model = model
         refuse_unsupported(model)
         self._ddp = Ddp.find(model)
@@ -196,8 +199,9 @@ class Clipper:
                 f"{len(self._current().record)} micro-batches are folded but not finished. Call "
                 "finish() to use them or discard() to drop them, then backward()."
             )
-        self._fold_batch(loss_fn, batch, ids, domains, final=True)
-        return self.finish()
+        with self._all_or_nothing():
+            self._fold_batch(loss_fn, batch, ids, domains, final=True)
+            return self._finish()
 
     @overload
     def fold(
@@ -239,10 +243,11 @@ class Clipper:
         undoes it for both.
         """
         checks.check_fold_arguments(loss_fn, chunk, domains, size, loss, loss_scale, domain)
-        if loss_fn is None:
-            self._fold_gradient(size, loss, loss_scale, ids, domain)
-        else:
-            self._fold_batch(loss_fn, chunk, ids, domains, final=False)
+        with self._all_or_nothing():
+            if loss_fn is None:
+                self._fold_gradient(size, loss, loss_scale, ids, domain)
+            else:
+                self._fold_batch(loss_fn, chunk, ids, domains, final=False)
 
     def weighted_loss(self, losses: Tensor, *, ids: Ids | None = None) -> Tensor:
         """Return the loss to differentiate yourself, if the rule weights examples.
@@ -262,8 +267,27 @@ class Clipper:
         self._examples.forget_last()  # fold() comes to the same weights
         return weighted.mean(losses)
 
+    @contextmanager
+    def _all_or_nothing(self) -> Iterator[None]:
+        """Leave `.grad` as it was if the block ends early, wherever an interrupt (Ctrl-C) comes."""
+        parameters, step, mode = self._parameters, self.step, torch.is_grad_enabled()
+        kept = kept_gradients(parameters)
+        try:
+            yield
+        except BaseException as error:
+            torch.set_grad_enabled(mode)
+            if self.step == step:
+                restore(parameters, kept)
+                if not isinstance(error, Exception):
+                    self.discard()
+            raise
+
     def finish(self) -> Outcome:
         """Apply the rule to everything that was folded and add the result to `.grad`."""
+        with self._all_or_nothing():
+            return self._finish()
+
+    def _finish(self) -> Outcome:
         if not self._has_folded and self._ddp is None:
             raise RuntimeError(
                 "finish() has nothing to finish: no micro-batch was folded since the last finish()."
@@ -274,29 +298,32 @@ class Clipper:
         try:
             self._reshard()
             gradients, seen = self._result(engine, record, parameters)
-        finally:
             notes = tuple(step.notes)
-            self.discard()
-        overflowed = self._overflowed(record)
-        if overflowed:
-            notes += (
-                "The gradients overflowed half precision at this loss scale. The result is NaN, so "
-                "the scaler will lower the scale.",
-            )
-        record.update_rule()
-        if self._example_rule is not None and seen is not None:
-            self._example_rule.remember(seen)
-            notes += tuple(self._example_rule.messages())
-        outcome = record.outcome(engine.name if engine else "none", notes)
-        if examples is not None:
-            outcome = replace(outcome, example_weights=examples.weights())
-        deposit(parameters, gradients)
-        self.outcome = outcome
+            overflowed = self._overflowed(record)
+            if overflowed:
+                notes += (
+                    "The gradients overflowed half precision at this loss scale. The result is "
+                    "NaN, so the scaler will lower the scale.",
+                )
+            with uninterrupted():  # what the rule learns, `.grad` and the ledger belong together
+                record.update_rule()
+                if self._example_rule is not None and seen is not None:
+                    self._example_rule.remember(seen)
+                    notes += tuple(self._example_rule.messages())
+                outcome = record.outcome(engine.name if engine else "none", notes)
+                if examples is not None:
+                    outcome = replace(outcome, example_weights=examples.weights())
+                done = {"outcome": outcome, "step": record.step + 1}
+                done |= {"_open": None, "_examples": None, "_parameters": parameters}
+                deposit(parameters, gradients, (self.__dict__.update, done))
+                if self.ledger is not None:
+                    self.ledger.record(outcome)
+        except BaseException:
+            if self.step == record.step:  # unfinished
+                self.discard()
+            raise
         self._mistakes.after(parameters)
-        self._mistakes.equal_losses(self.outcome.losses, self.outcome.norms, self.step)
-        self.step += 1
-        if self.ledger is not None:
-            self.ledger.record(self.outcome)
+        self._mistakes.equal_losses(outcome.losses, outcome.norms, record.step)
         if self._outer_wrapper is not None and self._ddp is None:
             self._outer_wrapper.warn_unwrapped()
         if record.left_out and not overflowed and not self._warned:
@@ -308,7 +335,7 @@ class Clipper:
                 RuntimeWarning,
                 stacklevel=3,
             )
-        return self.outcome
+        return outcome
 
     def _result(
         self, engine: Engine | None, record: StepRecord, parameters: dict[str, nn.Parameter]

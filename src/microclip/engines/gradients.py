@@ -6,9 +6,12 @@ takes gradients from it, adds the result. Knows nothing of norms, rules or engin
 
 from __future__ import annotations
 
+import operator
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import repeat, starmap
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -251,13 +254,22 @@ def watching_hooks(parameters: dict[str, nn.Parameter]) -> Iterator[None]:
 @contextmanager
 def set_aside(parameters: dict[str, nn.Parameter]) -> Iterator[None]:
     """Clear every `.grad` inside the block and restore it afterwards, also after an error."""
-    kept = [parameter.grad for parameter in parameters.values()]
-    _clear(parameters)
+    kept = kept_gradients(parameters)
     try:
+        _clear(parameters)
         yield
     finally:
-        for parameter, gradient in zip(parameters.values(), kept, strict=True):
-            parameter.grad = gradient
+        restore(parameters, kept)
+
+
+def kept_gradients(parameters: dict[str, nn.Parameter]) -> list[Tensor | None]:
+    """Return what is in `.grad`, for `restore`."""
+    return [parameter.grad for parameter in parameters.values()]
+
+
+def restore(parameters: dict[str, nn.Parameter], kept: list[Tensor | None]) -> None:
+    """Put back what was in `.grad`, in one call into C: no interrupt leaves half of it."""
+    deque(map(setattr, parameters.values(), repeat("grad"), kept), maxlen=0)
 
 
 def take(parameters: dict[str, nn.Parameter]) -> Gradients:
@@ -301,8 +313,16 @@ def add_multiple(
     multitensor.add_(held, added, multiple)
 
 
-def deposit(parameters: dict[str, nn.Parameter], gradients: Gradients) -> None:
-    """Add the result to `.grad`, in place if there is one, exactly as `loss.backward()` does."""
+def deposit(
+    parameters: dict[str, nn.Parameter], gradients: Gradients, *more: tuple[Any, ...]
+) -> None:
+    """Add the result to `.grad`, in place if there is one, exactly as `loss.backward()` does.
+
+    The calls in `more`, each a function with its arguments, are made together with it, in one call
+    into C: an interrupt (Ctrl-C) comes before all of it or after.
+    """
+    calls: list[tuple[Any, ...]] = []
+    held, added = [], []
     for name, gradient in gradients.items():
         parameter = parameters[name]
         result = torch.view_as_complex(gradient) if parameter.is_complex() else gradient
@@ -310,14 +330,19 @@ def deposit(parameters: dict[str, nn.Parameter], gradients: Gradients) -> None:
             result = result.to(parameter.dtype)
         result = _as_shard(result, parameter)
         if parameter.grad is None:
-            parameter.grad = result
+            calls.append((setattr, parameter, "grad", result))
+        elif is_shard(parameter):
+            calls.append((parameter.grad.add_, result))
         else:
-            parameter.grad.add_(result)
+            held.append(parameter.grad)
+            added.append(result)
+    if held:
+        calls.insert(0, (torch._foreach_add_, held, added))
+    deque(starmap(operator.call, (*calls, *more)), maxlen=0)
 
 
 def _clear(parameters: dict[str, nn.Parameter]) -> None:
-    for parameter in parameters.values():
-        parameter.grad = None
+    deque(map(setattr, parameters.values(), repeat("grad"), repeat(None)), maxlen=0)
 
 
 def _as_shard(result: Tensor, parameter: nn.Parameter) -> Tensor:
