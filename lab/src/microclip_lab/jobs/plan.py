@@ -6,7 +6,7 @@ Pure data: knows nothing of queues, workers or how a job is run.
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
@@ -109,9 +109,19 @@ class Result:
     hopeless: str | None = None  # why it was stopped early
 
 
-def cells(rules: tuple[str, ...], sizes: tuple[int, ...]) -> tuple[Cell, ...]:
-    """Return plain training, then every rule at every size."""
-    return PLAIN, *(Cell(rule, b) for rule in dict.fromkeys(rules) for b in sizes)
+def cells(
+    rules: tuple[str, ...], sizes: tuple[int, ...], of_examples: Callable[[str], bool]
+) -> tuple[Cell, ...]:
+    """Return plain training, then every rule at every size.
+
+    Rules for which `of_examples` is true have b = 1 only, because they weight single examples.
+    """
+    found = [
+        Cell(rule, b)
+        for rule in dict.fromkeys(rules)
+        for b in ((1,) if of_examples(rule) else sizes)
+    ]
+    return PLAIN, *found
 
 
 class QueueItem(Hashable, Protocol):

@@ -29,7 +29,8 @@ class SweepConfig:
     microbatch_sizes: tuple[int | None, ...] = (1, 2, 4, 8, 16)
     """The sizes b to try; plain training (none) is always included."""
     rules: tuple[str, ...] = ("MinNorm",)
-    """The rules to try at each size: MinNorm, Median, "Quantile(0.2)", ..."""
+    """The rules to try at each size: MinNorm, Median, "Quantile(0.2)", ... Those that weight
+    examples, such as LossHistory, are tried once: they do not depend on the size."""
 
     learning_rates: tuple[float, ...] = ()
     """First rates to try. Default: the recipe's and its neighbors. A single one is not tuned."""

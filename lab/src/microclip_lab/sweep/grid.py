@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from microclip_lab.jobs.plan import Cell, Job, Result, cells
 from microclip_lab.sweep.config import SweepConfig
+from microclip_lab.training.components import weights_examples
 
 Finished = Mapping[Job, Result]
 USUAL_RATIO = 3.0  # between neighboring rates, unless the user gives rates
@@ -34,7 +35,7 @@ class Grid:
     @property
     def cells(self) -> tuple[Cell, ...]:
         """Plain training first, then the others."""
-        return cells(self.config.rules, self.config.sizes)
+        return cells(self.config.rules, self.config.sizes, weights_examples)
 
     @property
     def tuning_seeds(self) -> range:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from microclip_lab.jobs.plan import PLAIN, Cell, Job, Result, cells
 from microclip_lab.sweep.config import SweepConfig
 from microclip_lab.sweep.grid import Finished, rounded
+from microclip_lab.training.components import weights_examples
 from microclip_lab.training.config import SettingError
 
 KEEPS_PLAIN = 3.0  # from this budget on, plain training always stays in
@@ -128,7 +129,7 @@ class Race:
     @property
     def cells(self) -> tuple[Cell, ...]:
         """The candidates, plain training first."""
-        return cells(self.config.rules, self.config.sizes)
+        return cells(self.config.rules, self.config.sizes, weights_examples)
 
     @property
     def seeds(self) -> range:

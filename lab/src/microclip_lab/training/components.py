@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import nn
 
 from microclip import rules
-from microclip.rules import Rule
+from microclip.rules import ExampleRule, Fixed, Rule
 from microclip_lab.training.config import SettingError, Training
 
 
@@ -25,6 +26,47 @@ def parse_rule(text: str) -> Rule:
             f"rule must be one of {', '.join(rules.KNOWN)}, with arguments in parentheses, "
             f'such as "Quantile(0.2)" or "Fixed(1.0)", but got {text!r} ({error}).'
         ) from error
+
+
+def rule_of(training: Training, steps: int, own: Rule | None = None) -> Rule:
+    """Return the rule of a run of this many steps: the user's object, or the one that is named.
+
+    Without a micro-batch size nothing is clipped, but examples may still be weighted.
+    """
+    rule = parse_rule(training.rule) if own is None else own
+    if not isinstance(rule, ExampleRule):
+        return Fixed(math.inf) if training.microbatch_size is None else rule
+    if rule.needs_norms and training.microbatch_size != 1:
+        raise SettingError(
+            f"The rule {training.rule} needs the gradient norm of every example: use "
+            f"--microbatch-size 1 instead of {training.microbatch_size}, or --rule loss-history."
+        )
+    if rule.total_steps is None:
+        rule.total_steps = steps
+    return rule
+
+
+def weights_examples(rule: str) -> bool:
+    """Whether the rule of this name weights single examples, so that b does not matter.
+
+    >>> weights_examples("loss-history"), weights_examples("LossHistory(clip=Unit)")
+    (True, False)
+    """
+    found = _example_rule(rule)
+    return found is not None and found.clip is None
+
+
+def is_plain(training: Training) -> bool:
+    """Whether nothing is clipped or held back."""
+    return training.microbatch_size is None and _example_rule(training.rule) is None
+
+
+def _example_rule(text: str) -> ExampleRule | None:
+    try:
+        found = rules.parse_rule(text)
+    except (TypeError, ValueError):  # the name of an object of the user's
+        return None
+    return found if isinstance(found, ExampleRule) else None
 
 
 def optimizer_of(training: Training, model: nn.Module) -> torch.optim.Optimizer:

@@ -40,7 +40,8 @@ class Training:
     microbatch_size: int | None = None
     """b, the examples clipped together; none trains without clipping, through the same code."""
     rule: str = "MinNorm"
-    """The clipping rule, from microclip.rules: MinNorm, Median, "Quantile(0.2)", ..."""
+    """The rule, from microclip.rules: MinNorm, Median, "Quantile(0.2)", ... Or loss-history, which
+    remembers every example and holds back those that are probably wrong, whatever b is."""
     engine: Literal["auto", "stream", "two_pass", "fused"] = "auto"
     """How gradients are computed. A resumed run keeps what "auto" chose."""
     by_domain: bool = False

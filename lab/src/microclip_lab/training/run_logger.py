@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from microclip.files import lock, write_whole
 from microclip.report.folder import LEDGER, RUN, RunFolder
+from microclip_lab.training.components import is_plain
 from microclip_lab.training.config import SettingError, Training
 from microclip_lab.training.recipe import Data, Recipe
 
@@ -190,7 +191,7 @@ def settings(recipe: Recipe[Any, Any], training: Training) -> dict[str, Any]:
     of_training = {
         name: value for name, value in asdict(training).items() if name not in FREE | OWN_PLACE
     }
-    if training.microbatch_size is None:
+    if is_plain(training):
         of_training |= dict.fromkeys(OF_CLIPPING)
     return {**fields, **of_training}
 
@@ -198,7 +199,8 @@ def settings(recipe: Recipe[Any, Any], training: Training) -> dict[str, Any]:
 def default_folder(recipe: Recipe[Any, Any], training: Training) -> Path:
     """Return the default folder of a run."""
     b = training.microbatch_size
-    return Path("runs") / f"{recipe.name}-{'plain' if b is None else f'b{b}'}-seed{training.seed}"
+    kind = f"b{b}" if b is not None else "plain" if is_plain(training) else "examples"
+    return Path("runs") / f"{recipe.name}-{kind}-seed{training.seed}"
 
 
 @contextmanager

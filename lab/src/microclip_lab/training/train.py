@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from microclip.rules import Fixed, Rule
+from microclip.rules import ExampleRule, Rule
 from microclip_lab.training.checkpoints import Checkpoints, State, load_weights
-from microclip_lab.training.components import optimizer_of, parse_rule, schedule_of
+from microclip_lab.training.components import optimizer_of, rule_of, schedule_of
 from microclip_lab.training.config import DivergedError, Training
 from microclip_lab.training.evaluation import evaluate
 from microclip_lab.training.interruption import Stopped, StopRequests
@@ -128,13 +128,13 @@ class _Run:
         self.model, self.optimizer = accelerator.prepare(model, optimizer_of(training, model))
         # if prepared, Accelerate would step it once per process
         self.schedule = schedule_of(training, self.optimizer.optimizer, self.steps)
-        if training.microbatch_size is None:
-            rule = Fixed(math.inf)
+        rule = rule_of(training, self.steps, rule)
+        self.is_plain = training.microbatch_size is None and not isinstance(rule, ExampleRule)
         self.clipper: AcceleratedClipper = AcceleratedClipper(
             accelerator,
             self.model,
             training.microbatch_size,
-            rule=parse_rule(training.rule) if rule is None else rule,
+            rule=rule,
             engine=training.engine,
             ledger=logger.ledger,
         )
@@ -190,7 +190,7 @@ class _Run:
 
         batch = send_to_device(loaded.batch, self.accelerator.device)
         options: dict[str, Any] = {"ids": loaded.ids}
-        if self.training.by_domain and self.training.microbatch_size is not None:
+        if self.training.by_domain and not self.is_plain:
             options["domains"] = loaded.domains
         clipper = self.clipper.clipper
 
@@ -246,7 +246,7 @@ class _Run:
             "learning_rate": float(self.schedule.get_last_lr()[0]),
             "gradient_norm": float(self.gradient_norm),
         }
-        if self.training.microbatch_size is not None:
+        if not self.is_plain:
             figures |= self.clipper.metrics()
         self.logger.log(self.state.step, figures)
         self.bad_losses = 0 if math.isfinite(loss) else self.bad_losses + 1
