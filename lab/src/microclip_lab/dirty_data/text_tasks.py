@@ -131,7 +131,7 @@ Codes = npt.NDArray[np.int64]
 
 
 @functools.cache
-def _documents() -> tuple[Codes, Codes]:
+def documents() -> tuple[Codes, Codes]:
     """Return documents for training and testing, one per row: pieces of running text."""
     code = {letter: place for place, letter in enumerate(ALPHABET)}
     texts: dict[int, list[str]] = {0: [], 2: []}
@@ -161,7 +161,7 @@ def _examples(text: Codes, wrong: npt.NDArray[np.bool_], damage: Damage) -> Part
 
 def language_data(seed: int, noise: float, damage: Damage, count: int) -> Data:
     """Return documents, some of them random or shuffled characters, or with late targets."""
-    training, test = _documents()
+    training, test = documents()
     draw = np.random.default_rng((seed, 18))
     drawn = training[draw.permutation(len(training))[: count + JUDGED_DOCUMENTS]].copy()
     wrong = np.concatenate([chosen(count, noise, draw), chosen(JUDGED_DOCUMENTS, noise, draw)])
