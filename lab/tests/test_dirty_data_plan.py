@@ -1,4 +1,4 @@
-"""The dirty-data benchmark's plan: searches, records that survive, the runner, tables, the command."""
+"""The plan of the dirty-data benchmark: searches, records, the runner, tables, the command."""
 
 import dataclasses
 import json
