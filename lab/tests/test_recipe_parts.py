@@ -92,7 +92,7 @@ class TestRules:
         assert parse_rule("Quantile(q=0.2, rescale=False)") == rules.Quantile(0.2, rescale=False)
 
     @pytest.mark.parametrize(
-        "text", ["", "minnorm", "Rule", "MinNorm(", "Fixed", "Fixed(-1)", "a.b(1)", "Fixed(c())"]
+        "text", ["", "minimum", "Rule", "MinNorm(", "Fixed", "Fixed(-1)", "a.b(1)", "Fixed(c())"]
     )
     def test_what_is_no_rule(self, text):
         with pytest.raises(SettingError, match="rule must be one of .*MinNorm"):
