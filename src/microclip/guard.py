@@ -2,7 +2,8 @@
 
 Clipping gives long gradients less weight. If one domain (a task, a language, a source) has longer
 gradients than the others, it loses part of its share in every step, although nothing is wrong with
-it. From a ledger, the guard tells which domain, by how much, and since when.
+it. Rules that weight examples may do the same to a domain that is hard to learn. From a ledger, the
+guard tells which domain, by how much, and since when.
 """
 
 from __future__ import annotations
@@ -21,8 +22,17 @@ except ImportError as error:
         f"microclip.guard needs {error.name}: pip install 'microclip[ledger]'"
     ) from error
 
-from microclip.draggers.source import IdIndex, LedgerLike, Source, column, members, whole_steps
-from microclip.draggers.statistics import LIMIT, Numbers, Values, log_norms
+from microclip.draggers.source import (
+    PLACE,
+    IdIndex,
+    LedgerLike,
+    Source,
+    WeightReader,
+    column,
+    members,
+    whole_steps,
+)
+from microclip.draggers.statistics import LIMIT, LITTLE, Numbers, Values, log_norms
 
 BINS = 10  # stretches of training in the table over time
 BLOCKS = 6 * BINS  # of consecutive steps, which the bootstrap resamples
@@ -59,7 +69,9 @@ class Report:
     Attributes:
         domains: A table with a row per domain, the one held back most first: examples (counting
             every appearance), example_share, weight_share, ratio with low and high, steps,
-            suppression, and quantiles of log(norm / median norm of the step).
+            suppression, and quantiles of log(norm / median norm of the step). For rules that
+            weight examples, also held_back: in which share of their appearances its examples had
+            less than half their weight.
         over_time: The same for each tenth of training, without intervals.
         findings: The domains that are held back, the worst first.
     """
@@ -99,9 +111,10 @@ def check(
         raise ValueError(f"below must be a ratio between 0 and 1, but got {below!r}.")
     source = Source.open(ledger)
     names = _DomainIndex(source, domain_of)
-    sums = _Sums(source)
-    for table in whole_steps(source.microbatches, COLUMNS):
-        sums.add(table, names)
+    weights = WeightReader(source) if source.has_example_weights else None
+    sums = _Sums(source, is_weighted=weights is not None)
+    for table in whole_steps(source.microbatches, (*COLUMNS, *PLACE) if weights else COLUMNS):
+        sums.add(table, names, weights)
     report = _report(sums, names, below, min_steps, clipped_by_domain=domain_of is None)
     for finding in report.findings:
         warnings.warn(finding.message, DomainWarning, stacklevel=2)
@@ -118,17 +131,22 @@ class _DomainIndex:
         self._ids = IdIndex(source.integers)
         self._of_example = np.zeros(0, dtype=np.int64)
 
-    def entries(self, table: pa.Table) -> tuple[Numbers, Numbers, Numbers]:
-        """Return row, domain and number of examples for every domain in every row."""
-        if self.domain_of is None:
+    def entries(self, table: pa.Table, by_example: bool) -> tuple[Numbers, Numbers, Numbers]:
+        """Return row, domain and number of examples for every domain in every row.
+
+        With `by_example`, or if only examples have domains, each example is an entry of its own.
+        """
+        if self.domain_of is None and not by_example:
             rows = np.arange(len(table))
             return rows, self._of_rows(table), table["size"].to_numpy().astype(np.int64)
         ids, sizes = members(table)
+        rows = np.repeat(np.arange(len(table)), sizes)
+        if self.domain_of is None:
+            return rows, self._of_rows(table)[rows], np.ones(len(rows), dtype=np.int64)
         examples = self._ids.look_up(ids)
         new = self._ids.ids.slice(len(self._of_example)).to_pylist()
         numbers = np.array([self._number(self._domain(one)) for one in new], dtype=np.int64)
         self._of_example = np.concatenate([self._of_example, numbers])
-        rows = np.repeat(np.arange(len(table)), sizes)
         return rows, self._of_example[examples], np.ones(len(rows), dtype=np.int64)
 
     def _of_rows(self, table: pa.Table) -> Numbers:
@@ -166,31 +184,40 @@ class _DomainIndex:
 class _Sums:
     """Sums by block of steps and domain; memory grows with the number of domains only."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: Source, is_weighted: bool) -> None:
         self.steps = source.steps
+        self.is_weighted = is_weighted  # by example
         shape = (BLOCKS, 0)
         self.weight, self.example = np.zeros(shape), np.zeros(shape)  # shares, summed over steps
         self.suppression, self.count = np.zeros(shape), np.zeros(shape)
+        self.held_back = np.zeros(shape)
         self.mixed = np.zeros(shape)  # steps with this domain and at least one other
         self.cells = np.zeros((BINS, 0, CELLS))
 
-    def add(self, table: pa.Table, names: _DomainIndex) -> None:
-        rows, domains, counts = names.entries(table)
+    def add(self, table: pa.Table, names: _DomainIndex, by_example: WeightReader | None) -> None:
+        rows, domains, counts = names.entries(table, by_example is not None)
         total = len(names.names)
         self._grow(total)
         _, steps = np.unique(table["step"].to_numpy(), return_inverse=True)
         norms = log_norms(table["norm"].to_numpy(), steps)
-        weights = table["weight"].to_numpy()
-        usable = np.isfinite(weights) & ~table["skipped"].to_numpy() & ~np.isnan(norms)
-        chosen = usable[rows]
-        rows, domains, counts = rows[chosen], domains[chosen], counts[chosen]
-        chosen = _mixed(steps[rows], domains, counts * weights[rows])
-        rows, domains, counts = rows[chosen], domains[chosen], counts[chosen]
+        usable = ~table["skipped"].to_numpy()[rows]
+        if by_example is None:
+            weights = table["weight"].to_numpy()[rows]
+            held = np.zeros(len(rows), dtype=bool)
+            usable &= ~np.isnan(norms)[rows]
+        else:  # norms do not matter: often, a step has only one
+            of_rule, weights = by_example.read(table)
+            held = of_rule < LITTLE
+        usable &= np.isfinite(weights)
+        usable[usable] = _mixed(steps[rows[usable]], domains[usable], (counts * weights)[usable])
+        rows, domains, counts, weights, held = (
+            each[usable] for each in (rows, domains, counts, weights, held)
+        )
         if not len(rows):
             return
-        step, given = steps[rows], counts * weights[rows]
+        step, given = steps[rows], counts * weights
         highest = np.zeros(int(steps.max()) + 1)
-        np.maximum.at(highest, step, weights[rows])
+        np.maximum.at(highest, step, weights)
         ago = table["step"].to_numpy()[rows] - self.steps.start
         place = ago * BLOCKS // len(self.steps) * total + domains
 
@@ -200,18 +227,21 @@ class _Sums:
 
         self.weight += summed(given / np.bincount(step, given)[step])
         self.example += summed(counts / np.bincount(step, counts)[step])
-        self.suppression += summed(counts * (1 - weights[rows] / highest[step]))
+        self.suppression += summed(counts * (1 - weights / highest[step]))
+        self.held_back += summed(counts * held)
         self.count += summed(counts.astype(np.float64))
         _, first = np.unique(step * total + domains, return_index=True)
         self.mixed += np.bincount(place[first], minlength=BLOCKS * total).reshape(BLOCKS, total)
-        cell = ((norms[rows] + LIMIT) / (2 * LIMIT) * CELLS).astype(np.int64).clip(0, CELLS - 1)
         time = ago * BINS // len(self.steps)
-        flat = (time * total + domains) * CELLS + cell
-        self.cells += np.bincount(flat, counts, BINS * total * CELLS).reshape(BINS, total, CELLS)
+        known = ~np.isnan(norms[rows])
+        cell = ((norms[rows][known] + LIMIT) / (2 * LIMIT) * CELLS).astype(np.int64)
+        flat = (time * total + domains)[known] * CELLS + cell.clip(0, CELLS - 1)
+        cells = np.bincount(flat, counts[known], BINS * total * CELLS)
+        self.cells += cells.reshape(BINS, total, CELLS)
 
     def _grow(self, total: int) -> None:
         more = total - self.weight.shape[1]
-        for name in ("weight", "example", "suppression", "count", "mixed"):
+        for name in ("weight", "example", "suppression", "held_back", "count", "mixed"):
             setattr(self, name, np.pad(getattr(self, name), ((0, 0), (0, more))))
         self.cells = np.pad(self.cells, ((0, 0), (0, more), (0, 0)))
 
@@ -241,8 +271,9 @@ def _report(
             "steps": steps,
         }
     ).sort_by([("ratio", "ascending"), ("domain", "ascending")])
+    find = _finding_by_example if sums.is_weighted else _finding
     findings = tuple(
-        _finding(row, clipped_by_domain)
+        find(row, clipped_by_domain)
         for row in table.to_pylist()
         if row["high"] is not None and row["high"] < below and row["steps"] >= min_steps
     )
@@ -274,6 +305,7 @@ def _columns(sums: _Sums, blocks: slice, time: int | None = None) -> dict[str, A
     weight, example = sums.weight[blocks].sum(0), sums.example[blocks].sum(0)
     count = sums.count[blocks].sum(0)
     cells = sums.cells.sum(0) if time is None else sums.cells[time]
+    held = {"held_back": _array(_divide(sums.held_back[blocks].sum(0), count))}
     quantiles = {f"log_norm_{int(100 * q)}": _array(_quantile(cells, q)) for q in (0.1, 0.5, 0.9)}
     return {
         "examples": count.astype(np.int64),
@@ -281,6 +313,7 @@ def _columns(sums: _Sums, blocks: slice, time: int | None = None) -> dict[str, A
         "weight_share": _array(_divide(weight, weight.sum())),
         "ratio": _array(_divide(weight, example)),
         "suppression": _array(_divide(sums.suppression[blocks].sum(0), count)),
+        **(held if sums.is_weighted else {}),
         **quantiles,
     }
 
@@ -301,6 +334,30 @@ def _bootstrap(sums: _Sums) -> tuple[Values, Values]:
     return low, high
 
 
+def _finding_by_example(row: dict[str, Any], has_domains: bool) -> Finding:
+    remedy = (
+        "The rule knows the domains (domains=), so look at the examples that it holds back: they "
+        "may well be wrong."
+        if has_domains
+        else "If nothing is wrong with it, pass domains= to Clipper.backward(): LossHistory judges "
+        "a domain by its own losses if most of it would be held back."
+    )
+    message = (
+        f"The rule holds the domain {row['domain'][:100]!r} back: {_shares(row)}. Its examples had "
+        f"less than half their weight in {100 * row['held_back']:.0f} % of their appearances. "
+        f"{remedy}"
+    )
+    return Finding(row["domain"], row["ratio"], row["low"], row["high"], row["steps"], message)
+
+
+def _shares(row: dict[str, Any]) -> str:
+    return (
+        f"it has {100 * row['example_share']:.1f} % of the examples and "
+        f"{100 * row['weight_share']:.1f} % of the weight, {row['ratio']:.2f} times its share "
+        f"(95 % interval {row['low']:.2f} to {row['high']:.2f}, {row['steps']} steps)"
+    )
+
+
 def _finding(row: dict[str, Any], clipped_by_domain: bool) -> Finding:
     remedy = (
         "It already has its own bound (domains=), so its norms vary more than those of other "
@@ -309,10 +366,7 @@ def _finding(row: dict[str, Any], clipped_by_domain: bool) -> Finding:
         else "Remedy: pass domains= to Clipper.backward(), so that each domain has its own bound."
     )
     message = (
-        f"Clipping holds the domain {row['domain'][:100]!r} back: it has "
-        f"{100 * row['example_share']:.1f} % of the examples and "
-        f"{100 * row['weight_share']:.1f} % of the weight, {row['ratio']:.2f} times its share "
-        f"(95 % interval {row['low']:.2f} to {row['high']:.2f}, {row['steps']} steps). Half of its "
+        f"Clipping holds the domain {row['domain'][:100]!r} back: {_shares(row)}. Half of its "
         f"gradients are longer than {np.exp(row['log_norm_50']):.2g} times the median norm of "
         f"their step. {remedy}"
     )

@@ -20,9 +20,10 @@ class Row:
     domain: Any = None
     loss: float | None = None  # of the micro-batch
     losses: Sequence[float] | None = None  # of its examples
+    weights: Sequence[float] | None = None  # of its examples, for rules that weight them
 
 
-def outcome(step: int, rows: Sequence[Row]) -> Outcome:
+def outcome(step: int, rows: Sequence[Row], notes: tuple[str, ...] = ()) -> Outcome:
     def column(values: Sequence[float]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.float64)
 
@@ -30,6 +31,7 @@ def outcome(step: int, rows: Sequence[Row]) -> Outcome:
     each = [loss for row in rows for loss in row.losses or ()]
     means = [sum(r.losses) / len(r.losses) if r.losses else r.loss for r in rows]
     known = all(mean is not None for mean in means)
+    given = [weight for row in rows for weight in row.weights or ()]
     return Outcome(
         step=step,
         loss=column(means).mean() if known else None,
@@ -43,6 +45,8 @@ def outcome(step: int, rows: Sequence[Row]) -> Outcome:
         domains=tuple(row.domain for row in rows),
         ids=tuple(tuple(row.ids) for row in rows),
         engine="stream",
+        notes=notes,
+        example_weights=column(given) if given else None,
     )
 
 

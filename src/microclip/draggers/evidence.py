@@ -23,8 +23,18 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from microclip.draggers.source import IdIndex, Source, column, members, step_groups, whole_steps
+from microclip.draggers.source import (
+    PLACE,
+    IdIndex,
+    Source,
+    WeightReader,
+    column,
+    members,
+    step_groups,
+    whole_steps,
+)
 from microclip.draggers.statistics import (
+    HeldBack,
     Numbers,
     Series,
     Values,
@@ -48,7 +58,8 @@ class Evidence:
 
     index: IdIndex
     norm: Series = field(default_factory=Series)  # log(norm / median of step and domain)
-    weight: Series = field(default_factory=Series)
+    weight: Series = field(default_factory=Series)  # what its gradient was multiplied by
+    held_back: HeldBack | None = None  # None: the rule does not weight examples
     loss: Series = field(default_factory=Series)  # as recorded
     excess: Series = field(default_factory=Series)  # loss - median of step and domain
     confidence: Series = field(default_factory=Series)  # exp(-loss)
@@ -77,8 +88,11 @@ def gather(source: Source, norms: bool, mean_losses: bool) -> Evidence:
     try:
         evidence.norms = Memberships() if norms else None
         evidence.mean_losses = Memberships() if mean_losses else None
-        for table in whole_steps(source.microbatches, COLUMNS):
-            _add_microbatches(evidence, table, source)
+        weights = WeightReader(source) if source.has_example_weights else None
+        evidence.held_back = None if weights is None else HeldBack()
+        columns = COLUMNS if weights is None else (*COLUMNS, *PLACE)
+        for table in whole_steps(source.microbatches, columns):
+            _add_microbatches(evidence, table, source, weights)
         if source.examples:
             evidence.losses = "example"
             for table in whole_steps(source.examples, ("step", "id", "loss")):
@@ -89,7 +103,9 @@ def gather(source: Source, norms: bool, mean_losses: bool) -> Evidence:
     return _finish(evidence)
 
 
-def _add_microbatches(evidence: Evidence, table: pa.Table, source: Source) -> None:
+def _add_microbatches(
+    evidence: Evidence, table: pa.Table, source: Source, weights: WeightReader | None
+) -> None:
     ids, sizes = members(table)
     examples = evidence.index.look_up(ids)
     total = len(evidence.index)
@@ -109,7 +125,13 @@ def _add_microbatches(evidence: Evidence, table: pa.Table, source: Source) -> No
         series.add(examples, np.repeat(values, sizes), thirds, total)
 
     add(evidence.norm, relative)
-    add(evidence.weight, _finite(table["weight"].to_numpy()))
+    if weights is None or evidence.held_back is None:
+        add(evidence.weight, _finite(table["weight"].to_numpy()))
+    else:
+        given, factors = weights.read(table)
+        evidence.weight.add(examples, _finite(factors), thirds, total)
+        steps = np.repeat(table["step"].to_numpy(), sizes)
+        evidence.held_back.add(examples, given, steps, total)
     add(
         evidence.broken,
         np.where(comparable(norms, groups), ~np.isfinite(norms), np.nan),
@@ -154,6 +176,8 @@ def _finish(evidence: Evidence) -> Evidence:
         evidence.broken,
     ):
         series.finish(total)
+    if evidence.held_back is not None:
+        evidence.held_back.finish(total)
     return evidence
 
 

@@ -26,7 +26,7 @@ import pyarrow.compute as pc
 from microclip.draggers.evidence import Evidence, gather
 from microclip.draggers.result import Draggers
 from microclip.draggers.source import LedgerLike, Source
-from microclip.draggers.statistics import THIRDS, Series, Values
+from microclip.draggers.statistics import NEVER, THIRDS, Numbers, Series, Values
 
 METHODS = ("auto", "group", "refined", "loss", "late_loss", "raw_loss", "combined")
 OF_LOSSES = ("loss", "late_loss", "raw_loss", "combined")
@@ -160,6 +160,13 @@ def _tabulate(scored: _Scored) -> Draggers:
         ("excess_loss", evidence.excess),
     ):
         columns |= _described(name, series)
+    if (held := evidence.held_back) is not None:
+        columns |= {
+            "held_back": pa.array(held.times),
+            "held_back_first": _step(held.first),
+            "held_back_last": _step(held.last),
+            "held_back_since": _step(held.since),
+        }
     table = pa.table(columns).take(order)
     rank = np.arange(1, len(table) + 1)
     confidence = None
@@ -213,6 +220,10 @@ def _population(series: Series) -> Values:
     shrunk = series.deviation * np.sqrt(np.maximum(n - 1, 0) / np.maximum(n, 1))
     found: Values = np.where(n == 1, 0.0, shrunk)
     return found
+
+
+def _step(steps: Numbers) -> pa.Array:
+    return pa.array(steps, mask=steps == NEVER)
 
 
 def _array(values: Any) -> pa.Array:

@@ -1,8 +1,8 @@
 """Reading a ledger for scoring: its files by rank, whole steps over all ranks, numbered ids.
 
 Anything relative to a step (a median, a share) needs all rows of that step at once, from every
-rank, and nothing more. `trajectories` looks up every single appearance of a few examples, with the
-norm, weight and loss recorded for it. Knows nothing about scores.
+rank, and nothing more. `WeightReader` says how much each example counted, `trajectories` looks up
+every single appearance of a few examples. Knows nothing about scores.
 """
 
 from __future__ import annotations
@@ -19,17 +19,18 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from microclip.draggers.statistics import Numbers, excess_losses, log_norms
+from microclip.draggers.statistics import Numbers, Values, excess_losses, log_norms
 from microclip.ledger import Ledger, Record, open_ledger
 from microclip.ledger.storage import PART_NAME, damaged_error, read_part
-from microclip.ledger.tables import EXAMPLES, MICROBATCHES
+from microclip.ledger.tables import EXAMPLES, MICROBATCHES, with_all_columns
 
 ROWS = 200_000  # about how many rows are held in memory and yielded at once
 
 # What is looked up about single appearances.
 MICROBATCH_COLUMNS = ("step", "rank", "microbatch", "ids", "norm", "weight", "domain")
-EXAMPLE_COLUMNS = ("step", "rank", "microbatch", "id", "loss")
-PLACE = ["step", "rank", "microbatch", "id"]
+EXAMPLE_COLUMNS = ("step", "rank", "microbatch", "id", "loss", "weight")
+PLACE = ("rank", "microbatch")  # of a micro-batch within its step
+APPEARANCE = ["step", *PLACE, "id"]
 
 LedgerLike = str | os.PathLike[str] | Ledger | Record
 Parts = dict[int, Sequence[Path]]  # the files of each rank, in the order of their steps
@@ -73,9 +74,24 @@ class Source:
         files = (file for files in self.microbatches.values() for file in files)
         return any(_has_values(file) for file in files)
 
+    @cached_property
+    def has_example_weights(self) -> bool:
+        """Whether a rule weighted single examples."""
+        files = (file for files in self.examples.values() for file in files)
+        return any("weight" in _columns_of(file) for file in files)
+
     def thirds(self, steps: Numbers) -> Numbers:
         """Return the third of training that each step falls into: 0, 1 or 2."""
         return np.minimum(3 * (steps - self.steps.start) // max(len(self.steps), 1), 2)
+
+
+def _columns_of(file: Path) -> list[str]:
+    try:
+        with pq.ParquetFile(file) as opened:
+            names: list[str] = opened.schema_arrow.names
+            return names
+    except FileNotFoundError as error:
+        raise _removed(file) from error
 
 
 def _has_values(file: Path) -> bool:
@@ -150,10 +166,14 @@ class _RankReader:
                 with pq.ParquetFile(part) as file:
                     if not _in_order(file.read(["step"])):
                         # rewritten by another tool; sorting restores the order we rely on
-                        yield file.read(columns).sort_by("step")
-                        continue
-                    for batch in file.iter_batches(rows, columns=columns):
+                        whole = file.read(columns).sort_by("step").combine_chunks()
+                        batches = iter(whole.to_batches())
+                    else:
+                        batches = file.iter_batches(rows, columns=columns)
+                    for batch in batches:
                         if len(batch):
+                            if len(batch.schema) < len(columns):  # only EXAMPLES may lack some
+                                batch = with_all_columns(batch, EXAMPLES, columns)
                             yield pa.Table.from_batches([batch])
             except FileNotFoundError as error:
                 raise _removed(part) from error
@@ -192,6 +212,70 @@ def column(table: pa.Table, name: str) -> pa.Array:
     """Return a column as one contiguous array."""
     chunks = table[name].chunks
     return chunks[0] if len(chunks) == 1 else pa.concat_arrays(chunks)
+
+
+class WeightReader:
+    """Reads how much each example counted, next to the micro-batches of the same steps.
+
+    Only for ledgers with weights of examples (`Source.has_example_weights`).
+    """
+
+    def __init__(self, source: Source) -> None:
+        self._tables = whole_steps(source.examples, ("step", "rank", "microbatch", "weight"))
+        self._waiting: pa.Table | None = None
+
+    def read(self, table: pa.Table) -> tuple[Values, Values]:
+        """Return weight and factor for every member of every row of the next whole steps.
+
+        The weight is what the rule gave the example, the factor what its gradient was multiplied
+        by in all: the recorded weight of a micro-batch contains the mean weight of its examples.
+        """
+        sizes = pc.list_value_length(column(table, "ids")).to_numpy().astype(np.int64)
+        rows = np.repeat(np.arange(len(table)), sizes)
+        weights = np.ones(len(rows))
+        given = self._take(pc.max(table["step"]).as_py())
+        if given is not None:
+            own, others = _places(table, given)
+            order = np.argsort(others, kind="stable")
+            starts = np.searchsorted(others, own, sorter=order)
+            found = np.searchsorted(others, own, "right", sorter=order) - starts
+            known = (found == sizes)[rows]
+            within = np.arange(len(rows)) - (np.cumsum(sizes) - sizes)[rows]
+            chosen = order[(starts[rows] + within)[known]]
+            weights[known] = pc.fill_null(given["weight"], 1.0).to_numpy()[chosen]
+        mean = np.bincount(rows, weights, len(table)) / np.maximum(sizes, 1)
+        factors = np.where(weights > 0, table["weight"].to_numpy()[rows], 0.0)
+        np.divide(factors * weights, mean[rows], out=factors, where=weights > 0)
+        return weights, factors
+
+    def _take(self, last: int) -> pa.Table | None:
+        """Return the examples of all steps up to this one that were not returned before."""
+        tables = [] if self._waiting is None else [self._waiting]
+        while not tables or pc.max(tables[-1]["step"]).as_py() <= last:
+            table = next(self._tables, None)
+            if table is None:
+                break
+            tables.append(table)
+        if not tables:
+            return None
+        joined = pa.concat_tables(tables).combine_chunks()
+        later = pc.greater(joined["step"], last)
+        self._waiting = joined.filter(later) if pc.any(later).as_py() else None
+        return joined.filter(pc.invert(later))
+
+
+def _places(*tables: pa.Table) -> list[Numbers]:
+    """Return a number for step, rank and micro-batch of every row, the same in all tables."""
+    found: list[Numbers] = [np.zeros(len(table), dtype=np.int64) for table in tables]
+    for name in ("step", *PLACE):
+        columns = [table[name].to_numpy().astype(np.int64) for table in tables]
+        low = min((int(each.min(initial=2**62)) for each in columns), default=0)
+        high = max(int(each.max(initial=low)) for each in columns)
+        found = [
+            numbers * (high - low + 1) + each - low
+            for numbers, each in zip(found, columns, strict=True)
+        ]
+    return found
 
 
 class IdIndex:
@@ -235,7 +319,8 @@ def trajectories(ledger: LedgerLike, ids: Sequence[int | str]) -> pa.Table:
 
     The columns are step, rank, microbatch and id; norm and weight of the micro-batch, and log_norm
     relative to the median of step and domain; loss and excess_loss (above the step's median) of
-    the example itself, null if the ledger has no loss per example.
+    the example itself, null if the ledger has no loss per example; and example_weight, null if the
+    rule does not weight examples.
     """
     source = Source.open(ledger)
     wanted = pa.array(ids, pa.int64() if source.integers else pa.string())
@@ -251,11 +336,11 @@ def trajectories(ledger: LedgerLike, ids: Sequence[int | str]) -> pa.Table:
         )
     if source.examples:
         parts = [_losses(table, wanted) for table in whole_steps(source.examples, EXAMPLE_COLUMNS)]
-        found = found.join(pa.concat_tables(parts), PLACE, join_type="left outer")
+        found = found.join(pa.concat_tables(parts), APPEARANCE, join_type="left outer")
     else:
-        nothing = pa.nulls(len(found), pa.float64())
-        found = found.append_column("loss", nothing).append_column("excess_loss", nothing)
-    return found.sort_by([(name, "ascending") for name in PLACE])
+        for name in ("loss", "excess_loss", "example_weight"):
+            found = found.append_column(name, pa.nulls(len(found), pa.float64()))
+    return found.sort_by([(name, "ascending") for name in APPEARANCE])
 
 
 def _norms(table: pa.Table, wanted: pa.Array) -> pa.Table:
@@ -280,5 +365,6 @@ def _losses(table: pa.Table, wanted: pa.Array) -> pa.Table:
     excess = excess_losses(losses, step_groups(table, np.zeros(len(table), dtype=np.int64)))
     names = column(table, "id").cast(wanted.type)
     kept = table.set_column(3, "id", names).set_column(4, "loss", pa.array(losses))
-    kept = kept.append_column("excess_loss", pa.array(excess, from_pandas=True))
+    kept = kept.set_column(5, "excess_loss", pa.array(excess, from_pandas=True))
+    kept = kept.append_column("example_weight", table["weight"].cast(pa.float64()))
     return kept.filter(pc.is_in(names, value_set=wanted))

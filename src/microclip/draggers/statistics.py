@@ -2,7 +2,8 @@
 
 Norms and losses change as training goes on and differ between tasks, so a micro-batch is only ever
 compared with others of the same step (and domain); `groups` numbers the step (and domain) of every
-value. `Series` then sums such values per example. Knows nothing about files.
+value. `Series` then sums such values per example; `HeldBack` says when a rule gave an example little
+weight. Knows nothing about files.
 
 | norm | its logarithm relative to the median |
 | --- | --- |
@@ -23,6 +24,8 @@ Numbers = npt.NDArray[np.int64]
 LIMIT = float(np.log(1000.0))
 THIRDS = ("early", "middle", "late")
 Z = 1.959964  # 95 % of a normal distribution lies within this many standard deviations
+LITTLE = 0.5  # an example with less weight is held back, as in `Outcome.held_back`
+NEVER = -1
 
 
 def log_norms(norms: Values, groups: Numbers) -> Values:
@@ -162,6 +165,55 @@ class Series:
         self._sums = np.pad(self._sums, ((0, 0), (0, more)))
         self._counts = np.pad(self._counts, ((0, 0), (0, more)))
         self._squares = np.pad(self._squares, (0, more))
+
+
+class HeldBack:
+    """When each example was held back: its weight was below 1/2.
+
+    Attributes:
+        times: How often.
+        first: The first such step; NEVER (-1) if there is none.
+        last: The last such step.
+        since: If it was held back at its last visit: since which step without a break, else NEVER.
+    """
+
+    def __init__(self) -> None:
+        self.times: Numbers = np.zeros(0, dtype=np.int64)
+        self.first: Numbers = np.zeros(0, dtype=np.int64)
+        self.last: Numbers = np.zeros(0, dtype=np.int64)
+        self.since: Numbers = np.zeros(0, dtype=np.int64)
+
+    def add(self, examples: Numbers, weights: Values, steps: Numbers, total: int) -> None:
+        """Add the visits of some steps, all later than those before; in any order among them."""
+        self.finish(total)
+        held = weights < LITTLE
+        those, when = examples[held], steps[held]
+        self.times += np.bincount(those, minlength=total)
+        np.maximum.at(self.last, those, when)
+        earliest = np.full(total, np.iinfo(np.int64).max)
+        np.minimum.at(earliest, those, when)
+        self.first = np.where(self.first == NEVER, _known(earliest), self.first)
+        free = np.full(total, NEVER)  # the last step in which it had its weight
+        np.maximum.at(free, examples[~held], steps[~held])
+        self.since[free != NEVER] = NEVER
+        again = when > free[those]
+        earliest.fill(np.iinfo(np.int64).max)
+        np.minimum.at(earliest, those[again], when[again])
+        self.since = np.where(self.since == NEVER, _known(earliest), self.since)
+
+    def finish(self, total: int) -> HeldBack:
+        """Resize to this many examples."""
+        more = total - len(self.times)
+        self.times = np.pad(self.times, (0, more))
+        for name in ("first", "last", "since"):
+            padded = np.pad(getattr(self, name), (0, more), constant_values=NEVER)
+            setattr(self, name, padded)
+        return self
+
+
+def _known(earliest: Numbers) -> Numbers:
+    found: Numbers = np.where(earliest == np.iinfo(np.int64).max, NEVER, earliest)
+    return found
 
 
 def _divide(sums: Values, counts: npt.NDArray[np.integer]) -> Values:

@@ -31,6 +31,8 @@ from microclip.ledger.tables import (
     TABLES,
     WITH_EXAMPLES,
     metadata_of,
+    notes_of,
+    with_all_columns,
 )
 
 BATCH = 2**16  # rows read at once by default
@@ -70,6 +72,7 @@ class Record:
         path: Its folder.
         manifest: What its ledger.json says.
         rows: How many micro-batches it holds.
+        notes: What a rule that weights examples said, as (step, text).
         ids_are_integers: Whether every id was an integer; then ids are read as integers.
     """
 
@@ -86,6 +89,9 @@ class Record:
         footers = {part: self._footer(part) for part in self._parts[MICROBATCHES]}
         self.rows = sum(footer.rows for footer in footers.values())
         self.ids_are_integers = all(f.metadata.get(IDS) == b"integer" for f in footers.values())
+        said = [note for f in footers.values() for note in notes_of(f.metadata, f.last)]
+        # all ranks say the same
+        self.notes = tuple(sorted({text: (step, text) for step, text in reversed(said)}.values()))
         self._last_steps = {part.place: footer.last for part, footer in footers.items()}
         self._expect_no_gaps({part: footer.metadata for part, footer in footers.items()})
 
@@ -158,7 +164,7 @@ class Record:
                     for batch in file.iter_batches(batch_size, columns=needed):
                         if longer:
                             batch = batch.filter(pc.less_equal(batch["step"], last))
-                        yield self._with_ids(batch.select(columns))
+                        yield self._with_ids(with_all_columns(batch, table, columns))
                 except (pa.ArrowException, OSError) as error:
                     raise storage.damaged_error(self.path / table / part.name, error) from error
 

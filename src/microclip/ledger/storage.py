@@ -30,7 +30,7 @@ from microclip.files import (
     write_whole,
 )
 from microclip.ledger import tables
-from microclip.ledger.tables import SCHEMAS, TABLES, write_parquet
+from microclip.ledger.tables import OPTIONAL, SCHEMAS, TABLES, write_parquet
 
 FORMAT = "microclip-ledger"
 VERSION = 2
@@ -240,9 +240,9 @@ def _rename(folder: Path, part: Part, rows: pa.Table) -> Part:
 
 def check_columns(path: Path, table: str, found: pa.Schema) -> None:
     """Refuse a file whose columns are not those of its table."""
-    expected = SCHEMAS[table]
-    if found.names != expected.names or [f.type for f in found] != [f.type for f in expected]:
+    expected = [f for f in SCHEMAS[table] if f.name in found.names or f.name not in OPTIONAL[table]]
+    if [(f.name, f.type) for f in found] != [(f.name, f.type) for f in expected]:
         raise ValueError(
             f"{path} does not have the columns of {table} in a ledger: expected "
-            f"{', '.join(expected.names)}, but found {', '.join(found.names)}."
+            f"{', '.join(SCHEMAS[table].names)}, but found {', '.join(found.names)}."
         )

@@ -3,11 +3,13 @@
 Many steps are converted at once, with a single transfer from the device. Numbers of a micro-batch
 are float64; per-example losses, by far the most numerous, are float32, which is what models compute
 them in. Ids and domains of any type become strings through `str()`; what UTF-8 cannot encode (lone
-surrogates) is escaped. Knows nothing about folders.
+surrogates) is escaped. What rules that weight examples say is kept in the metadata of a part. Knows
+nothing about folders.
 """
 
 from __future__ import annotations
 
+import json
 import zlib
 from array import array
 from collections.abc import Iterable, Sequence
@@ -51,14 +53,17 @@ SCHEMAS = {
             ("microbatch", pa.int32()),
             ("id", pa.string()),
             ("loss", pa.float32()),
+            ("weight", pa.float32()),  # left out of parts whose rule does not weight examples
         ]
     ),
 }
+OPTIONAL = {MICROBATCHES: (), EXAMPLES: ("weight",)}  # columns that are null where a part has none
 
 # Metadata of a part.
 IDS = b"microclip.ids"  # "integer" if every id was one, else "string"
 AFTER = b"microclip.after"  # the last step of the part before it; empty for a rank's first part
 WITH_EXAMPLES = b"microclip.examples"  # "yes" if EXAMPLES has a part with the same steps
+NOTES = b"microclip.notes"  # JSON, [[step, text], ...]: what a rule that weights examples said
 
 CHECKSUM = b"microclip.crc32"  # of the whole file, with NO_CHECKSUM in the place of this value
 NO_CHECKSUM = b"00000000"
@@ -162,22 +167,61 @@ def tables(outcomes: Sequence[Outcome], rank: int, examples: bool) -> dict[str, 
         known = torch.tensor([o.example_losses is not None for o in outcomes])
         rows = known.repeat_interleave(counts).repeat_interleave(sizes)
         steps, places = (c.repeat_interleave(sizes)[rows] for c in (steps, places))
-        found[EXAMPLES] = _table(
-            EXAMPLES,
-            [
-                _array(steps),
-                _array(torch.full_like(steps, rank).int()),
-                _array(places.int()),
-                ids if bool(known.all()) else ids.filter(_array(rows.to(torch.uint8)).cast("bool")),
-                _array(each.float()),
-            ],
-        )
+        columns = [
+            _array(steps),
+            _array(torch.full_like(steps, rank).int()),
+            _array(places.int()),
+            ids if bool(known.all()) else ids.filter(_array(rows.to(torch.uint8)).cast("bool")),
+            _array(each.float()),
+        ]
+        if any(o.example_weights is not None for o in outcomes):
+            columns.append(_example_weights(outcomes))
+        found[EXAMPLES] = _table(EXAMPLES, columns)
     kind = "integer" if integers else "string"
     with_examples = "yes" if EXAMPLES in found else "no"
+    if notes := _notes(outcomes):
+        found[MICROBATCHES] = with_metadata(found[MICROBATCHES], notes=json.dumps(notes))
     return {
         name: with_metadata(table, ids=kind, examples=with_examples)
         for name, table in found.items()
     }
+
+
+def with_all_columns(batch: pa.RecordBatch, table: str, columns: Sequence[str]) -> pa.RecordBatch:
+    """Return these columns, in this order; those that the part does not have are null."""
+    there = batch.schema.names
+    found = [
+        batch[name] if name in there else pa.nulls(len(batch), SCHEMAS[table].field(name).type)
+        for name in columns
+    ]
+    return pa.RecordBatch.from_arrays(found, names=list(columns))
+
+
+def _example_weights(outcomes: Sequence[Outcome]) -> pa.Array:
+    """Return the weights of examples that have a loss."""
+    shown = [o for o in outcomes if o.example_losses is not None]
+    losses = [o.example_losses for o in shown if o.example_losses is not None]
+    weights = [
+        torch.ones(len(of)) if o.example_weights is None else o.example_weights.cpu().float()
+        for o, of in zip(shown, losses, strict=True)
+    ]
+    known = [o.example_weights is not None for o in shown]
+    return _with_nulls(torch.cat(weights), known, _integers(map(len, losses)))
+
+
+def _notes(outcomes: Sequence[Outcome]) -> list[tuple[int, str]]:
+    """Return what was said for the first time, and when; only for rules that weight examples."""
+    found: dict[str, int] = {}
+    for outcome in outcomes:
+        if outcome.example_weights is not None:
+            for note in outcome.notes:
+                found.setdefault(note, outcome.step)
+    return [(step, note) for note, step in found.items()]
+
+
+def notes_of(metadata: dict[bytes, bytes], last: int) -> list[tuple[int, str]]:
+    """Return the notes of a part up to its last step; later ones were cut off with their rows."""
+    return [(step, note) for step, note in json.loads(metadata.get(NOTES, b"[]")) if step <= last]
 
 
 def _to_host(outcomes: Sequence[Outcome], examples: bool) -> tuple[Any, ...]:
@@ -236,7 +280,7 @@ def _with_nulls(values: Tensor, known: list[bool], counts: Tensor) -> pa.Array:
     if all(known):
         return _array(values)
     mask = _array(torch.tensor(known).repeat_interleave(counts).to(torch.uint8)).cast(pa.bool_())
-    return pc.if_else(mask, _array(values), pa.scalar(None, pa.float64()))
+    return pc.if_else(mask, _array(values), pa.scalar(None, TYPES[values.dtype]))
 
 
 TYPES = {
@@ -263,4 +307,4 @@ def _array(values: Tensor) -> pa.Array:
 
 
 def _table(name: str, columns: list[pa.Array]) -> pa.Table:
-    return pa.Table.from_arrays(columns, names=SCHEMAS[name].names)
+    return pa.Table.from_arrays(columns, names=SCHEMAS[name].names[: len(columns)])

@@ -13,7 +13,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -92,7 +92,8 @@ class Ledger:
             that off.
         every: Record only every n-th step: those whose number is a multiple of n.
         keep_steps: Delete files whose steps are all older than this many. None keeps everything.
-        examples: Whether to record the loss of every example, if loss_fn returns one per example.
+        examples: Whether to record the loss of every example, if loss_fn returns one per example,
+            and its weight, if the rule weights examples.
     """
 
     def __init__(
@@ -181,6 +182,7 @@ class _RankWriter:
         self._folders = {table: path / table for table in TABLES}
         self.process = os.getpid()
         self._waiting: list[Outcome] = []
+        self._notes: tuple[str, ...] = ()  # of steps that are not recorded
         self._rows = 0
         self._due = self._next_due()
         self._torn = False  # whether a flush failed and may have written only one table
@@ -210,7 +212,11 @@ class _RankWriter:
             self._go_back(step)
         self._last, self._resumed = step, False
         if step % self._options.every or not outcome.ids:
+            self._notes += () if outcome.example_weights is None else outcome.notes
             return
+        if self._notes:
+            outcome = replace(outcome, notes=self._notes + outcome.notes)
+            self._notes = ()
         self._waiting.append(outcome)
         self._rows += len(outcome.ids)
         if outcome.example_losses is not None:
@@ -241,6 +247,7 @@ class _RankWriter:
                 self._path,
             )
         self._waiting = [outcome for outcome in self._waiting if outcome.step < step]
+        self._notes = ()
         self._cut_back(step)
 
     def _cut_back(self, step: int) -> None:
