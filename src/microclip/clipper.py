@@ -452,11 +452,14 @@ class Clipper:
         assert rule is not None
         assert examples is not None
         b, name = self.policy.microbatch_size, name_of(loss_fn)
+        scales = getattr(loss_fn, "loss_scales", None)  # transformers': factors of losses
         if rule.clip is not None or rule.needs_norms or self._losses_of.get(name) is False:
             microbatches = cut(batch, b, **given)
-            self._fold_microbatches(loss_fn, examples.weigh(microbatches, ids, False), final)
+            self._fold_microbatches(
+                loss_fn, examples.weigh(microbatches, ids, False, scales), final
+            )
             return
-        microbatches = examples.weigh(cut(batch, None, **given), ids, True)
+        microbatches = examples.weigh(cut(batch, None, **given), ids, True, scales)
         before = None
         if name not in self._losses_of:  # its first call may turn out to be one too many
             before = self._selector.memory.snapshot(loss_fn)

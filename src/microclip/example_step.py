@@ -83,9 +83,16 @@ class ExampleStep:
         self._parts: list[tuple[Tensor, ExampleWeights, list[int]]] = []
 
     def weigh(
-        self, microbatches: MicrobatchList, ids: Ids | None, are_required: bool
+        self,
+        microbatches: MicrobatchList,
+        ids: Ids | None,
+        are_required: bool,
+        scales: Tensor | None = None,
     ) -> MicrobatchList:
-        """Return the micro-batches with the weights that the rule gives their examples."""
+        """Return the micro-batches with the weights that the rule gives their examples.
+
+        `scales` is what losses are multiplied by before anyone sees them, if they are.
+        """
         keys = self._ids.keys(microbatches, ids, self._step)
         rule, order = self._rule, microbatches.order
         if rule.needs_losses:
@@ -100,6 +107,8 @@ class ExampleStep:
             weights = ExampleWeights(values, len(order))
         weights.are_required = are_required
         weights.leaves_losses = rule.needs_norms
+        if scales is not None:
+            weights.scales = scales.detach().double().cpu()
         self._parts.append((keys, weights, order))
         return microbatches.with_weights(weights)
 
@@ -132,7 +141,8 @@ class ExampleStep:
         """Return what was seen of the examples of all ranks; each of them calls it once."""
         keys = torch.cat([keys for keys, _, _ in self._parts] or [torch.zeros(0).long()])
         domains = torch.tensor(record.domains_of_examples(domain_key), dtype=torch.int64)
-        columns = [record.example_losses().cpu(), self.weights()]
+        scales = torch.cat([w.scales[order] for _, w, order in self._parts] or [torch.zeros(0)])
+        columns = [record.example_losses().cpu() / scales, self.weights()]
         if self._rule.needs_norms:
             columns.append(record.norms_of_all().double().cpu())
         if ranks is not None and ranks.count > 1:

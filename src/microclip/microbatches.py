@@ -56,6 +56,8 @@ class ExampleWeights:
         self.are_required = are_required
         self.leaves_losses = False  # whether losses stay as they are, and only sizes are weighted
         self._from_losses = from_losses
+        # what the losses were multiplied by, such as lengths; rules see them without
+        self.scales = torch.ones(count, dtype=torch.float64)
 
     def multipliers(self, positions: Sequence[Sequence[int]], losses: Tensor) -> Tensor | None:
         """Return factors for losses, so that each micro-batch's mean loss becomes a weighted mean.
@@ -65,10 +67,13 @@ class ExampleWeights:
             losses: One loss per example, or per micro-batch.
         """
         if self._from_losses is not None:
-            found = self._from_losses(losses.detach().cpu()).double()
-            if len(losses) != sum(map(len, positions)):
-                found = found.repeat_interleave(torch.tensor([*map(len, positions)]))
-            self.values[list(chain.from_iterable(positions))] = found
+            rows, shown = list(chain.from_iterable(positions)), losses.detach().cpu()
+            if len(losses) == len(rows):
+                found = self._from_losses(shown / self.scales[rows].to(shown.dtype)).double()
+            else:
+                sizes = torch.tensor([*map(len, positions)])
+                found = self._from_losses(shown).double().repeat_interleave(sizes)
+            self.values[rows] = found
         if self.leaves_losses:
             return None
         factors = []

@@ -46,6 +46,12 @@ def run(folder, kind, rule, b=None, size=8, steps=1, data=None, more=None, **arg
     return made, watch.gradients
 
 
+def own_loss(model, example):
+    """Return the loss of an example alone."""
+    batch = {k: v[None] for k, v in example.items() if isinstance(v, torch.Tensor)}
+    return model(**batch).loss.item()
+
+
 def example_losses(model, data, rows):
     """Return the loss of each example such that their mean is the model's loss of the batch."""
     losses, counts = [], []
@@ -62,7 +68,7 @@ def example_losses(model, data, rows):
 
 
 def twin(model, data, parts):
-    """Return sum w_i g_i / max(sum w_i, B / 1000), example by example, and the losses."""
+    """Return sum w_i g_i / max(sum w_i, B / 1000), example by example."""
     model.train()
     rows = [row for part in parts for row in part]
     losses = [loss for part in parts for loss in example_losses(model, data, part)]
@@ -71,7 +77,7 @@ def twin(model, data, parts):
     )
     weights = [weight_of(row) for row in rows]
     divisor = max(sum(weights), len(rows) / 1000)
-    return reference.weighted_sum(gradients, [w / divisor for w in weights]), losses
+    return reference.weighted_sum(gradients, [w / divisor for w in weights])
 
 
 @pytest.mark.parametrize("kind", trainers.MODELS)
@@ -84,10 +90,11 @@ def test_a_step_is_the_weighted_mean_of_its_examples(tmp_path, kind, size, steps
     taken = windows(size, steps)
     assert len(found) == len(taken) == len(rule.seen)
     for gradients, parts, seen in zip(found, taken, rule.seen, strict=True):
-        wanted, losses = twin(made.model, data, parts)
+        wanted = twin(made.model, data, parts)
         properties.assert_close(gradients, wanted, 1e-5)
         assert seen.keys.tolist() == [row for part in parts for row in part]
-        assert seen.losses.tolist() == pytest.approx([loss.item() for loss in losses], rel=1e-5)
+        own = [own_loss(made.model, data[row]) for part in parts for row in part]
+        assert seen.losses.tolist() == pytest.approx(own, rel=1e-5)  # whatever the length
     assert made.clipper.outcome.sizes.tolist() == [len(part) for part in taken[-1]]
 
 
@@ -290,7 +297,7 @@ def test_clipped_micro_batches_must_be_part_of_a_batch(tmp_path):
 
 
 def test_norm_history_takes_single_examples(tmp_path):
-    made, _ = run(tmp_path, "bert", NormHistory(), b=1)
+    made, _ = run(tmp_path, "bert", NormHistory(total_steps=100), b=1)
     plain, _ = run(tmp_path, "bert", ByKey(), b=1)
     assert made.clipper.outcome.norms.numel() == 6
     averages = made.clipper.policy.rule.table["average"]
@@ -305,12 +312,17 @@ def test_norm_history_takes_single_examples(tmp_path):
         run(tmp_path, "bert", NormHistory(), b=2)
 
 
-def test_loss_weight_needs_no_ids(tmp_path):
-    made, _ = run(tmp_path, "bert", LossWeight(low=0.1, high=0.2), more={"id_column": None})
-    outcome = made.clipper.outcome
+@pytest.mark.parametrize("clip", [None, Unit()])
+@pytest.mark.parametrize("kind", ["bert", "llama"])
+def test_loss_weight_needs_no_ids(tmp_path, kind, clip):
+    """It goes by the mean loss of an example, not by its length."""
+    rule = LossWeight(low=0.1, high=0.2, clip=clip)
+    made, _ = run(tmp_path, kind, rule, 2, more={"id_column": None})
+    outcome, data = made.clipper.outcome, numbered(kind)[16:]
     assert outcome.held_back > 0
-    losses, weights = outcome.example_losses, outcome.example_weights
-    assert losses[weights < 0.5].min() > losses[weights > 0.5].max()
+    losses = torch.tensor([own_loss(made.model, example) for example in data])
+    held = outcome.example_weights < 0.5
+    assert losses[held].min() > losses[~held].max()
 
 
 def test_domains_do_not_change_the_gradient(tmp_path):

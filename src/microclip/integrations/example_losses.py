@@ -118,6 +118,15 @@ class ExampleLosses:
             scales /= torch.zeros_like(scales).index_add_(0, groups, counts.float()).clamp(min=1)
         inputs[SCALE] = scales[groups]
 
+    def factors(self, inputs: dict[str, Any]) -> Tensor:
+        """Return what an example's own mean loss is multiplied by, after `add_scales`.
+
+        Long texts have larger shares of the loss, which says nothing about how wrong they are.
+        """
+        scales: Tensor = inputs[SCALE]
+        counts = self.kind.counts(inputs["labels"])
+        return scales if counts is None else scales * counts.clamp(min=1)
+
     def __call__(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
         """Return one loss per example."""
         inputs = dict(inputs)

@@ -275,6 +275,8 @@ class ClippedTrainerMixin:
             with trainer.compute_loss_context_manager():
                 return each(model, batch)
 
+        if each is not None and rule is not None:
+            vars(loss_fn)["loss_scales"] = each.factors(inputs)
         return loss_fn
 
     def _loss(self, model: nn.Module, batch: Any) -> Tensor:
