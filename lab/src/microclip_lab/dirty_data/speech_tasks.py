@@ -139,7 +139,7 @@ SPEECH_TASKS = (
         losses=transcript_losses,
         validate=word_error_rate,
         test=word_error_rate,
-        epochs=24,
+        epochs=36,
         start=2,
     ),
 )
