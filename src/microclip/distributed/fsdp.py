@@ -152,14 +152,16 @@ class Fsdp:
         for this one. Later steps are compared only at their end, before the result is used.
         """
         if self.is_known or self.ranks.count == 1:
-            yield
+            with self.ranks.answering(step):
+                yield
             return
         self._step = step
         before = [(group, group._all_gather_comm) for group in self._all_groups]
         try:
             for part, (group, comm) in enumerate(before):
                 group._all_gather_comm = _AllGather(comm, self, part)
-            yield
+            with self.ranks.answering(step):
+                yield
         finally:
             self._step = None
             for group, comm in before:

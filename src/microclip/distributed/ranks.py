@@ -11,6 +11,7 @@ module does not know whether the model is wrapped or sharded.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from hashlib import blake2b
@@ -35,6 +36,8 @@ HEADER = 7
 FINISH, FINISH_DOMAINS, FOLD, PART = range(4)
 VALUES = "the values of"
 SHOWN = 4  # differences that an error names
+# what Gloo and NCCL say if another rank is gone, or late
+TRANSPORT = re.compile(r"/gloo/|NCCL|timed out waiting|connection (closed|reset)", re.IGNORECASE)
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -265,6 +268,17 @@ class Ranks:
             pieces = torch.split(flat, [tensor.numel() for tensor in here])
             for tensor, piece in zip(here, pieces, strict=True):
                 tensor.copy_(piece.view_as(tensor))
+
+    @contextmanager
+    def answering(self, step: int) -> Iterator[None]:
+        """Around code that others wrote, explain errors of the transport, and no others."""
+        try:
+            yield
+        except RuntimeError as error:
+            if not isinstance(error, dist.DistError) and not TRANSPORT.search(str(error)):
+                raise
+            with self._answered(step):
+                raise
 
     @contextmanager
     def _answered(self, step: int) -> Iterator[None]:
