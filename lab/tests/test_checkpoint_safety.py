@@ -278,7 +278,7 @@ from tiny_recipe import Tiny, training
 RECIPE = Tiny(dropout=0.5)
 from microclip_lab.training.train import train
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-how = training(out={out!r}, resume=True, ledger=False, checkpoint_every=6)
+how = training(out={out!r}, resume=True, ledger=False, checkpoint_every=6, engine="fused")
 def no_room(step, figures):
     resource.setrlimit(resource.RLIMIT_FSIZE, (8000, 8000))
 train(RECIPE, how, watch=no_room)

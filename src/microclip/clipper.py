@@ -295,6 +295,7 @@ class Clipper:
         step, examples = self._current(), self._examples
         engine, record = step.engine, step.record
         parameters = trainable(self.model) if engine is None else engine.parameters
+        together = uninterrupted()  # what the rule learns, `.grad` and the ledger
         try:
             self._reshard()
             gradients, seen = self._result(engine, record, parameters)
@@ -305,7 +306,7 @@ class Clipper:
                     "The gradients overflowed half precision at this loss scale. The result is "
                     "NaN, so the scaler will lower the scale.",
                 )
-            with uninterrupted():  # what the rule learns, `.grad` and the ledger belong together
+            with together:
                 record.update_rule()
                 if self._example_rule is not None and seen is not None:
                     self._example_rule.remember(seen)
@@ -321,6 +322,7 @@ class Clipper:
         except BaseException:
             if self.step == record.step:  # unfinished
                 self.discard()
+            together.release()
             raise
         self._mistakes.after(parameters)
         self._mistakes.equal_losses(outcome.losses, outcome.norms, record.step)

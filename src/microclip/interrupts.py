@@ -20,9 +20,11 @@ class uninterrupted:  # noqa: N801 (reads like a statement, as contextlib's do)
     Does nothing outside the main thread, where Python runs no signal handlers.
     """
 
-    def __enter__(self) -> None:
+    def __init__(self) -> None:
         self._noted: tuple[int, FrameType | None] | None = None
         self._before: Any = None
+
+    def __enter__(self) -> None:
         if threading.current_thread() is not threading.main_thread():
             return
         before = signal.getsignal(signal.SIGINT)
@@ -31,10 +33,15 @@ class uninterrupted:  # noqa: N801 (reads like a statement, as contextlib's do)
             signal.signal(signal.SIGINT, self._note)
 
     def __exit__(self, *error: object) -> None:
+        self.release()
+
+    def release(self) -> None:
+        """Let signals through again; for an error on the way in or out, where `with` does not."""
         before = self._before
         if before is None:
             return
         signal.signal(signal.SIGINT, before)
+        self._before = None
         if self._noted is not None:
             before(*self._noted)
 

@@ -104,6 +104,7 @@ class Cell:
         self.before = [parameter.grad for parameter in self.model.parameters()]
         self.values = self.gradients()
         self.count = self.clipper.step
+        self.handler = signal.getsignal(signal.SIGINT)
 
     def step(self) -> None:
         """Take the step."""
@@ -141,6 +142,9 @@ class Cell:
         return "" if _equal(self.gradients(), self.after) else "the next step is another one"
 
     def _problem(self) -> str:
+        if signal.getsignal(signal.SIGINT) is not self.handler:
+            signal.signal(signal.SIGINT, self.handler)
+            return "Ctrl-C is held back for good"
         now, steps = self.gradients(), self.clipper.step - self.count
         if steps == 1:
             return "" if _equal(now, self.after) else "counted, but .grad is not the result"

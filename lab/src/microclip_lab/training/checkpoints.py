@@ -12,6 +12,7 @@ import re
 import secrets
 import shutil
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,7 +22,7 @@ from torch import nn
 
 from microclip.files import (
     DamagedFileError,
-    checksum,
+    fast_checksum,
     is_intact,
     sealed,
     sync_file,
@@ -153,8 +154,7 @@ class Checkpoints:
                 kept.add(self.best(best))
         for path in self.folder.iterdir():
             if path not in kept and self._is_own(path):
-                self._remove(path)
-        sync_folder(self.folder)
+                shutil.rmtree(path, ignore_errors=True)
 
     def _remove(self, path: Path) -> None:
         if not path.is_symlink() and not path.exists():
@@ -215,10 +215,14 @@ def load_weights(model: nn.Module, folder: Path) -> None:
 
 
 def _write_manifest(folder: Path, run: str, state: dict[str, Any], processes: int) -> None:
-    files = {}
-    for path in sorted(folder.iterdir()):
-        sync_file(path)
-        files[path.name] = checksum(path)
+    paths = sorted(folder.iterdir())
+    with ThreadPoolExecutor() as pool:  # one computes while another waits for the disk
+        synced = [pool.submit(sync_file, path) for path in paths]
+        files = dict(
+            zip((path.name for path in paths), pool.map(fast_checksum, paths), strict=True)
+        )
+        for each in synced:
+            each.result()
     content = {
         "format": FORMAT,
         "version": VERSION,
@@ -268,13 +272,12 @@ def _verify_file(folder: Path, name: str, files: dict[str, str]) -> None:
     if path.name != name or name not in files:
         raise DamagedFileError(f"{folder / MANIFEST} is damaged: it does not list {path.name}.")
     try:
-        found = checksum(path)
+        found = fast_checksum(path)
     except OSError as error:
         raise DamagedFileError(f"{path} cannot be read ({error.strerror}).") from error
     if found != files[name]:
         raise DamagedFileError(
-            f"{path} is damaged: its checksum is {found[:12]}…, but {files[name][:12]}… was "
-            "written."
+            f"{path} is damaged: its checksum is {found}, but {files[name]} was written."
         )
 
 
