@@ -1,7 +1,8 @@
-"""`microclip demo`: train on digits with wrong labels, plain and clipped, and find these labels.
+"""`microclip demo`: train on digits with wrong labels in three ways, and find these labels.
 
-Uses the library the way a user would: a `Clipper` in a training loop, a `Ledger`,
-`draggers.score`, and run folders that are turned into a report.
+Plain training, micro-batch clipping, and `LossHistory`, which holds back what stays wrong. Uses the
+library the way a user would: a `Clipper` in a training loop, a `Ledger`, `draggers.score`, and run
+folders that are turned into a report.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
     from microclip.ledger import Ledger
     from microclip.report.blocks import Page
+    from microclip.rules import Rule
 
 RATES = (5e-4, 1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2)
 TUNING_SEEDS = (100, 101)  # used for nothing else
@@ -25,16 +27,18 @@ BATCH_SIZE = 32
 TEST = "test accuracy (%)"
 MEMORIZED = "wrong labels memorized (%)"
 PICTURES = 60  # of the most suspicious images
+LOSS_HISTORY = "LossHistory"
 
 
 @dataclass(frozen=True)
 class DemoConfig:
-    """Train on digits with wrong labels, plain and clipped, and find the wrong labels.
+    """Train on digits with wrong labels in three ways, and find the wrong labels.
 
     Replaces 20 % of the training labels of scikit-learn's digits with wrong ones and trains a small
-    network on them, with plain training and with micro-batch clipping. Each gets its own learning
-    rate, tuned on validation images. Writes a page that compares them on clean test images and
-    shows the training images most likely to be mislabeled. Takes about a minute on two cores.
+    network on them: with plain training, with micro-batch clipping, and with LossHistory, a rule
+    that holds back examples whose loss stays high. Each gets its own learning rate, tuned on
+    validation images. Writes a page that compares them on clean test images and shows the training
+    images most likely to be mislabeled. Takes about a minute on two cores.
 
     More seeds for narrower intervals:  microclip demo --seeds 20
 
@@ -44,7 +48,7 @@ class DemoConfig:
     out: Path = Path("demo-output")
     """Folder for the page and the runs; replaces those of an earlier demo."""
     seeds: int = 8
-    """Number of seeds to train with, plain and clipped; at least 2."""
+    """Number of seeds to train each way with; at least 2."""
     steps: int = 400
     """Optimizer steps per training run."""
     microbatch_size: int = 4
@@ -61,6 +65,29 @@ class DemoConfig:
             raise ValueError(f"microbatch_size must be between 1 and {BATCH_SIZE}, but got {b}.")
         if not 0 < self.noise < 1:
             raise ValueError(f"noise must be between 0 and 1, but got {self.noise}.")
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A way to train."""
+
+    name: str
+    microbatch_size: int | None = None
+
+    def rule(self, steps: int) -> Rule:
+        """Return a new rule for a training of this many steps."""
+        from microclip.rules import LossHistory, MinNorm
+
+        return LossHistory(steps) if self.name == LOSS_HISTORY else MinNorm()
+
+
+PLAIN = Arm("plain")  # one micro-batch per step, which MinNorm leaves alone
+
+
+def arms(config: DemoConfig) -> tuple[Arm, ...]:
+    """Return what is compared, plain training first."""
+    b = config.microbatch_size
+    return PLAIN, Arm(f"b{b}", b), Arm(LOSS_HISTORY)
 
 
 class Digits:
@@ -106,9 +133,9 @@ class Trained:
 
 
 def fit(
-    config: DemoConfig, size: int | None, rate: float, seed: int, ledger: Ledger | None = None
+    config: DemoConfig, arm: Arm, rate: float, seed: int, ledger: Ledger | None = None
 ) -> Trained:
-    """Train a network, plain (`size` None) or clipped."""
+    """Train a network."""
     import torch
     from torch import nn
     from torch.nn import functional as F
@@ -122,7 +149,8 @@ def fit(
         model = nn.Sequential(*layers)
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, config.steps)
-    clipper = microclip.Clipper(model, microbatch_size=size, ledger=ledger)
+    rule = arm.rule(config.steps)
+    clipper = microclip.Clipper(model, arm.microbatch_size, rule=rule, ledger=ledger)
     order = torch.Generator().manual_seed(seed)
 
     def loss_fn(batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -140,12 +168,12 @@ def fit(
     return Trained(model, digits)
 
 
-def tuned_rate(config: DemoConfig, size: int | None) -> float:
+def tuned_rate(config: DemoConfig, arm: Arm) -> float:
     """Return the learning rate with the best validation accuracy, searching coarse to fine."""
 
     def score(rate: float) -> float:
         if rate not in tried:
-            runs = [fit(config, size, rate, seed).validation for seed in TUNING_SEEDS]
+            runs = [fit(config, arm, rate, seed).validation for seed in TUNING_SEEDS]
             tried[rate] = statistics.fmean(runs)
         return tried[rate]
 
@@ -168,14 +196,14 @@ def run(config: DemoConfig) -> Path:
     if runs.exists():
         shutil.rmtree(runs)
     paths: list[Path] = []
-    for size, name in ((None, "plain"), (config.microbatch_size, f"b{config.microbatch_size}")):
-        with console.status(f"Tuning the learning rate, {name}"):
-            rate = tuned_rate(config, size)
-        console.print(f"{name:6} learning rate {rate:g}", highlight=False)
+    for arm in arms(config):
+        with console.status(f"Tuning the learning rate, {arm.name}"):
+            rate = tuned_rate(config, arm)
+        console.print(f"{arm.name:12} learning rate {rate:g}", highlight=False)
         for seed in range(config.seeds):
-            with console.status(f"Training {name}, seed {seed} of {config.seeds}"):
-                path = runs / f"{name}-seed-{seed}"
-                _record(config, path, size, rate, seed)
+            with console.status(f"Training {arm.name}, seed {seed} of {config.seeds}"):
+                path = runs / f"{arm.name}-seed-{seed}"
+                _record(config, path, arm, rate, seed)
                 paths.append(path)
     path = config.out / "index.html"
     with console.status("Writing the page"):
@@ -187,15 +215,16 @@ def run(config: DemoConfig) -> Path:
     return path
 
 
-def _record(config: DemoConfig, path: Path, size: int | None, rate: float, seed: int) -> None:
-    """Train once and write the run folder; the first clipped run has a ledger and pictures."""
+def _record(config: DemoConfig, path: Path, arm: Arm, rate: float, seed: int) -> None:
+    """Train once and write the run folder; the first with LossHistory has a ledger and pictures."""
     import microclip
     from microclip.report import RunFolder
+    from microclip.report.run_data import shown_ids
 
     wrong = round(config.noise * TRAINING)
     run = RunFolder(
         path,
-        microbatch_size=size,
+        microbatch_size=arm.microbatch_size,
         seed=seed,
         command="microclip demo",
         headline=TEST,
@@ -205,17 +234,18 @@ def _record(config: DemoConfig, path: Path, size: int | None, rate: float, seed:
             "learning rate": rate,
             "steps": config.steps,
             "batch size B": BATCH_SIZE,
+            "rule": "" if arm == PLAIN else type(arm.rule(config.steps)).__name__,
         },
     )
-    if seed > 0 or size is None:
-        trained = fit(config, size, rate, seed)
+    if seed > 0 or arm.name != LOSS_HISTORY:
+        trained = fit(config, arm, rate, seed)
     else:
         with microclip.Ledger(run.ledger) as ledger:
-            trained = fit(config, size, rate, seed, ledger)
-        suspicious = set(microclip.draggers.score(run.ledger).top(PICTURES)["id"].to_pylist())
+            trained = fit(config, arm, rate, seed, ledger)
+        shown = shown_ids(microclip.draggers.score(run.ledger), PICTURES)
         for row in trained.digits.train.tolist():
             # dark ink on light paper
-            picture = (1 - trained.digits.pixels[row].view(8, 8)) / 2 if row in suspicious else None
+            picture = (1 - trained.digits.pixels[row].view(8, 8)) / 2 if row in shown else None
             label, truth = int(trained.digits.labels[row]), int(trained.digits.truth[row])
             run.example(row, image=picture, label=label, truth=truth)
     digits = trained.digits
@@ -230,14 +260,22 @@ def _page(config: DemoConfig, paths: list[Path]) -> Page:
     from microclip.report.write import assemble, read_findings
 
     findings = read_findings(paths, PICTURES)
-    comparison, clipping, *_ = findings.summary
+    *compared, held_back = findings.summary[:3]
     setup = (
         f"{round(config.noise * TRAINING)} of {TRAINING} training images have a wrong label. The "
-        "same network was trained plainly and with micro-batch clipping, each with its own tuned "
-        f"learning rate and {config.seeds} seeds. The test images have correct labels."
+        "same network was trained plainly, with micro-batch clipping (b = "
+        f"{config.microbatch_size}), and with LossHistory, which holds back examples whose loss "
+        f"stays high; each with its own tuned learning rate and {config.seeds} seeds. The test "
+        "images have correct labels."
     )
     found = " ".join(truth_sentences(findings.data[0], PICTURES))
     found += " They are based on losses: a ledger of plain training would do about as well."
     page = assemble(findings, "Digits with wrong labels")
-    sections = sorted(page.sections, key=lambda one: not one.key.startswith(("compar", "gallery")))
-    return replace(page, verdict=[setup, comparison, found, clipping], sections=sections)
+    first = ("comparison", "gallery", "held")
+    sections = sorted(page.sections, key=lambda one: _place(one.key, first))
+    return replace(page, verdict=[setup, *compared, held_back, found], sections=sections)
+
+
+def _place(key: str, first: tuple[str, ...]) -> int:
+    """Return where a section goes: those whose key starts with one of `first`, then the others."""
+    return next((place for place, start in enumerate(first) if key.startswith(start)), len(first))

@@ -2,11 +2,14 @@
 
 import re
 
+import pytest
 import torch
 
+import microclip
 from microclip import demo
 from microclip.cli import main
-from microclip.demo import TRAINING, DemoConfig, Digits, fit, tuned_rate
+from microclip.demo import LOSS_HISTORY, PLAIN, TRAINING, Arm, DemoConfig, Digits, fit, tuned_rate
+from microclip.ledger import open_ledger
 from microclip.report.runs import read_run
 
 SHORT = DemoConfig(steps=20, seeds=2)
@@ -34,7 +37,7 @@ class TestData:
 
 def test_plain_is_plain_training():
     """One micro-batch per step, or a hand-written loop: the same weights, bit for bit."""
-    trained = fit(SHORT, None, 2e-3, seed=0)
+    trained = fit(SHORT, PLAIN, 2e-3, seed=0)
     digits = Digits(0, SHORT.noise)
     torch.manual_seed(0)
     model = torch.nn.Sequential(
@@ -56,14 +59,30 @@ def test_plain_is_plain_training():
 
 
 def test_a_rate_is_tuned_without_the_test_images(monkeypatch):
-    def score(config, size, rate, seed):
+    def score(config, arm, rate, seed):
         assert seed in demo.TUNING_SEEDS
         return type("Run", (), {"validation": -abs(rate - 4e-3)})
 
     monkeypatch.setattr(demo, "fit", score)
-    assert tuned_rate(SHORT, None) == 4e-3
+    assert tuned_rate(SHORT, PLAIN) == 4e-3
 
 
+def test_the_default_length_is_enough_for_the_rule(tmp_path):
+    """It holds examples back until the end, most of them wrong."""
+    with microclip.Ledger(tmp_path) as ledger:
+        trained = fit(DemoConfig(), Arm(LOSS_HISTORY), 4e-3, seed=0, ledger=ledger)
+    said = [note for _, note in open_ledger(tmp_path).notes]
+    assert len(said) == 2
+    assert said[0].startswith("LossHistory starts to hold examples back")
+    assert said[1].startswith("LossHistory goes on holding back")
+    rows = microclip.draggers.score(tmp_path).table.to_pylist()
+    held = {row["id"] for row in rows if row["held_back_since"] is not None}
+    wrong = set(trained.digits.wrong.tolist())
+    assert len(held & wrong) >= 170
+    assert len(held - wrong) <= 40
+
+
+@pytest.mark.filterwarnings("ignore:LossHistory holds nothing back:RuntimeWarning")  # too short
 def test_the_demo_ends_with_a_page(tmp_path, capsys):
     assert main(["demo", "--out", str(tmp_path), "--steps", "30", "--seeds", "2"]) == 0
     page = tmp_path / "index.html"
@@ -72,12 +91,17 @@ def test_the_demo_ends_with_a_page(tmp_path, capsys):
     assert "plain" in said
     assert page.stat().st_size > 100_000
     assert "180 of 900 training images have a wrong label." in said
-    assert "b = 4: its test accuracy (%) differs from plain training by" in " ".join(said.split())
+    for name in ("b = 4", "LossHistory"):
+        assert f"{name}: its test accuracy (%) differs from plain training by" in (
+            " ".join(said.split())
+        )
+    assert re.search(r"the rule held none of 8\d\d examples back", " ".join(said.split()))
     titles = re.findall(r"<h2[^>]*>([^<]*)</h2>", page.read_text())
-    assert titles[:2] == ["Does clipping help?", "Which examples drag?"]
+    assert titles[:3] == ["What helps?", "Which examples drag?", "Held back"]
     runs = {path.name: read_run(path) for path in (tmp_path / "runs").iterdir()}
-    assert sorted(runs) == ["b4-seed-0", "b4-seed-1", "plain-seed-0", "plain-seed-1"]
+    arms = ("LossHistory", "b4", "plain")
+    assert sorted(runs) == [f"{arm}-seed-{seed}" for arm in arms for seed in (0, 1)]
     for run in runs.values():
         assert list(run.metrics[demo.TEST]) == [30]
-    assert runs["b4-seed-0"].ledger is not None
-    assert runs["plain-seed-0"].ledger is None
+    with_ledger = [name for name, run in runs.items() if run.ledger is not None]
+    assert with_ledger == ["LossHistory-seed-0"]

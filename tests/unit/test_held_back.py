@@ -1,5 +1,5 @@
 """Rules that weight examples, on record: weights and notes in the ledger, in the evidence about
-every example, and for the guard.
+every example, for the guard, and on the page.
 """
 
 import math
@@ -15,10 +15,15 @@ from microclip import Clipper, Ledger, draggers, guard
 from microclip.draggers.source import Source, WeightReader, whole_steps
 from microclip.draggers.statistics import NEVER, HeldBack
 from microclip.ledger import open_ledger
+from microclip.report import RunFolder
+from microclip.report.blocks import Figure, Gallery, Table
+from microclip.report.comparison import compare, verdicts
+from microclip.report.runs import read_run
 from microclip.rules import LossHistory, Unit
 
 from ledger_steps import table
 from ledgers import Row, outcome, write
+from report_runs import blocks, page_of, said
 
 EXAMPLES, BATCH, EPOCHS = 160, 32, 30
 WRONG = 24
@@ -296,3 +301,108 @@ class TestGuard:
         with pytest.warns(guard.DomainWarning, match="'scans'"):
             report = guard.check(microclip.ledger.open_ledger(tmp_path), source)
         assert [finding.domain for finding in report.findings] == ["scans"]
+
+
+class TestPage:
+    def run(self, path, steps=60, released=(), notes=True):
+        """Write a run in which 0 to 5 are held back from step 20 on, some of them not to the end.
+
+        The labels of 0 to 4 are wrong, and that of 11.
+        """
+        run = RunFolder(path, seed=0, settings={"rule": "LossHistory"})
+        with Ledger(run.ledger) as ledger:
+            for step in range(steps):
+                ids = list(range(12)) if step % 2 else list(range(11, -1, -1))
+                held = {i for i in range(6) if step >= 20 and not (i in released and step >= 40)}
+                weights = [0.0 if i in held else 1.0 for i in ids]
+                losses = [3.0 - i / 10 if i < 6 else 0.1 for i in ids]
+                row = Row(ids, 1.0, sum(weights) / 12, losses=losses, weights=weights)
+                starts = ("The rule starts <here>.",) if step == 20 and notes else ()
+                ledger.record(outcome(step, [row], starts))
+        for i in range(12):
+            is_wrong = i < 5 or i == 11
+            run.example(
+                i, text=f"the text of {i}", label=i % 2, truth=(i + is_wrong) % 2, domain=i // 6
+            )
+        return run.path
+
+    def page(self, path, **options):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # ids look like positions
+            return page_of(self.run(path, **options))
+
+    def test_who_is_held_back_and_since_when(self, tmp_path):
+        page = self.page(tmp_path, released=(4, 5))
+        titles = [section.title for section in page.sections]
+        assert titles[1:4] == ["Held back", "Held back now", "Released again"]
+        assert page.verdict[0].startswith(
+            "The rule holds 4 of 12 examples back after 60 steps, and has released 2 that it held "
+            "back before. Of the 4 held back, 4 have a wrong label; 2 wrong labels are not held "
+            "back."
+        )
+        assert "The rule starts <here>." in said(page)
+        now, released, _ = blocks(page, Gallery)
+        assert [tile.id for tile in now.tiles] == ["0", "1", "2", "3"]
+        assert [tile.text for tile in released.tiles] == ["the text of 4", "the text of 5"]
+        assert ("since", "step 20") in now.tiles[0].facts
+        assert ("held back", "40 times") in now.tiles[0].facts
+        assert ("until", "step 39") in released.tiles[0].facts
+
+    def test_the_figure_counts_examples(self, tmp_path):
+        page = self.page(tmp_path, released=(4, 5))
+        [figure] = [one for one in blocks(page, Figure) if one.key.startswith("held-time")]
+        right, wrong = figure.choices[""].data
+        assert (right["name"], wrong["name"]) == ("label correct", "label wrong")
+        by_step = dict(zip(right["x"], zip(right["y"], wrong["y"], strict=True), strict=True))
+        assert by_step[19] == (0, 0)
+        assert by_step[20] == by_step[39] == (1, 5)
+        assert by_step[40] == by_step[59] == (0, 4)
+
+    def test_domains(self, tmp_path):
+        page = self.page(tmp_path, steps=200)
+        assert "The rule holds the domain '0' back" in said(page)
+        assert "It holds back whole domains: 0. See “Held back”." in page.verdict[0]
+        [table] = [one for one in blocks(page, Table) if one.key.startswith("domain-table")]
+        place = table.headings.index("% held back now")
+        assert {row[0].text: row[place].text for row in table.rows} == {"0": "100.0", "1": "0.0"}
+
+    def test_nothing_was_held_back(self, tmp_path):
+        page = self.page(tmp_path, steps=10)
+        assert page.verdict[0].startswith("The rule held none of 12 examples back.")
+        assert [section.title for section in page.sections][1] == "Held back"
+        assert "Held back now" not in [section.title for section in page.sections]
+
+    def test_a_ledger_alone(self, trained):
+        page = page_of(trained[0])
+        assert page.verdict[0].startswith("The rule holds ")
+        assert "LossHistory starts to hold examples back" in said(page)
+        assert "Gradients" in [section.title for section in page.sections]
+
+    def test_a_rule_is_a_setting_of_its_own_in_a_comparison(self, tmp_path):
+        arms = {
+            "plain": (None, {}),
+            "b4": (4, {"rule": "MinNorm"}),
+            "history": (None, {"rule": "loss-history"}),
+            "both": (4, {"rule": "LossHistory(total_steps=80, clip=Unit)"}),
+            "alone": (1, {"rule": "LossHistory"}),
+        }
+        gains = {"plain": 0.0, "b4": 0.0, "history": 0.5, "both": -0.5, "alone": 0.5}
+        for name, (b, settings) in arms.items():
+            for seed in range(3):
+                path = tmp_path / f"{name}-{seed}"
+                run = RunFolder(path, microbatch_size=b, seed=seed, settings=settings)
+                run.log(1, accuracy=0.1 * seed + gains[name] + 0.001 * seed * (name != "plain"))
+        named = [name for name in arms if name != "alone"]
+        paths = [tmp_path / f"{name}-{seed}" for name in named for seed in range(3)]
+        (found,) = compare([read_run(path) for path in paths])
+        both = "LossHistory(clip=Unit()), b = 4"
+        names = [setting.name for setting in found.settings]
+        assert names == ["plain training", "b = 4", "LossHistory", both]
+        sentences = verdicts(found)
+        assert [sentence.split(":")[0] for sentence in sentences] == names[1:]
+        assert sentences[1].endswith("it helps here.")
+        assert sentences[2].endswith("plain training is better here.")
+        page = page_of(*paths)
+        assert page.sections[0].title == "What helps?"
+        (other,) = compare([read_run(tmp_path / f"{n}-0") for n in ("plain", "alone")])
+        assert other.settings[1].name == "LossHistory"  # b does not matter for it

@@ -14,7 +14,7 @@ import microclip
 from microclip.cli import main
 from microclip.report import RunFolder
 from microclip.report.blocks import Figure, Gallery, Table
-from microclip.report.comparison import Comparison, compare, lower_is_better, verdict
+from microclip.report.comparison import Comparison, compare, lower_is_better, verdicts
 from microclip.report.figures import histogram, thinned
 from microclip.report.page import LARGEST_PAGE, embedded, render
 from microclip.report.run_data import read_timeline
@@ -60,10 +60,10 @@ def test_settings_are_compared_seed_by_seed(tmp_path):
     assert four.difference.high - four.difference.mean == pytest.approx(
         4.3027e-3 / 3**0.5, rel=1e-4
     )
-    assert verdict(found) == (
+    assert verdicts(found) == [
         "Best by validation_accuracy: b = 4. Its test_accuracy differs from plain training by "
         "+0.0210 (+0.0185 to +0.0235), over 3 seeds: clipping helps here."
-    )
+    ]
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_the_verdict_follows_from_the_numbers(by_seed, ending, metric, tmp_path)
             better = gain if b else 0.0
             run.log(1, **{metric: 0.5 - better if metric == "error" else 0.5 + better})
     (found,) = compare([read_run(path) for path in sorted(tmp_path.iterdir())])
-    sentence = verdict(found)
+    (sentence,) = verdicts(found)
     assert sentence.startswith(f"b = 4: its {metric} differs from plain training by ")
     assert ending in sentence
     assert "flatters" not in sentence  # there was nothing to choose from
@@ -95,7 +95,7 @@ def test_a_choice_by_the_metric_it_is_judged_by_flatters(tmp_path):
             run = RunFolder(tmp_path / f"{b}-{seed}", microbatch_size=b, seed=seed)
             run.log(1, accuracy=0.5 - (b or 0) / 100 - seed / 1000 * (b or 0))
     (found,) = compare([read_run(path) for path in sorted(tmp_path.iterdir())])
-    sentence = verdict(found)
+    (sentence,) = verdicts(found)
     assert sentence.startswith("Best by accuracy: b = 2. Its accuracy differs from plain training")
     assert "no b beats plain training here. The best b was chosen by the same metric" in sentence
 
@@ -115,7 +115,7 @@ def test_runs_that_cannot_be_paired_say_why(tmp_path):
         "plain training, lr 1",
         "plain training, lr 2",
     ]
-    assert verdict(found) is None
+    assert verdicts(found) == []
 
 
 def test_names_say_which_direction_is_better():

@@ -2,8 +2,8 @@
 
 Norms and losses change as training goes on and differ between tasks, so a micro-batch is only ever
 compared with others of the same step (and domain); `groups` numbers the step (and domain) of every
-value. `Series` then sums such values per example; `HeldBack` says when a rule gave an example little
-weight. Knows nothing about files.
+value. `Series` then sums such values per example; `HeldBack` says when one had little weight. Knows
+nothing about files.
 
 | norm | its logarithm relative to the median |
 | --- | --- |

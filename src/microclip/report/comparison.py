@@ -27,6 +27,12 @@ class Setting:
     microbatch_size: int | None
     name: str
     runs: tuple[Run, ...]
+    rule: str | None = None  # the one that weights examples, if any
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether this is plain training."""
+        return self.microbatch_size is None and self.rule is None
 
     def values(self, metric: str) -> list[tuple[int | None, float]]:
         """Return the last value of a metric in each run, with its seed."""
@@ -51,7 +57,7 @@ class Comparison:
     """The settings of a group."""
 
     group: str | None
-    settings: tuple[Setting, ...]  # plain first, then by b
+    settings: tuple[Setting, ...]  # plain first, then by b, then rules that weight examples
     metrics: tuple[str, ...]  # that all settings have, the one to judge by first
 
     @property
@@ -63,11 +69,16 @@ class Comparison:
     def is_curve(self) -> bool:
         """Whether there is one setting per b, so that a line can join them."""
         sizes = [setting.microbatch_size for setting in self.settings]
-        return len(sizes) == len(set(sizes))
+        return len(sizes) == len(set(sizes)) and not self.has_rules
+
+    @property
+    def has_rules(self) -> bool:
+        """Whether some settings weight examples."""
+        return any(setting.rule is not None for setting in self.settings)
 
     def rows(self, metric: str) -> list[ComparisonRow]:
         """Return a row for every setting."""
-        plain = [setting for setting in self.settings if setting.microbatch_size is None]
+        plain = [setting for setting in self.settings if setting.is_plain]
         baseline = plain[0] if len(plain) == 1 else None
         return [
             ComparisonRow(
@@ -94,16 +105,22 @@ def compare(runs: Sequence[Run]) -> list[Comparison]:
     return found
 
 
-def verdict(comparison: Comparison) -> str | None:
-    """Sum up the result in a sentence, for the size that is best on *validation* data.
+def verdicts(comparison: Comparison) -> list[str]:
+    """Sum up the result: a sentence for clipping, and one for each rule that weights examples."""
+    rows: dict[str | None, list[ComparisonRow]] = {}
+    for row in comparison.rows(comparison.headline):
+        if row.difference is not None:
+            rows.setdefault(row.setting.rule, []).append(row)
+    return [_verdict(comparison, alike) for alike in rows.values()]
+
+
+def _verdict(comparison: Comparison, rows: Sequence[ComparisonRow]) -> str:
+    """Return a sentence on the setting that is best on *validation* data.
 
     Choosing the best size by the metric it is then judged by would flatter it: among several sizes,
     one is always lucky.
     """
     metric = comparison.headline
-    rows = [row for row in comparison.rows(metric) if row.difference is not None]
-    if not rows:
-        return None
     judge = next((m for m in comparison.metrics if VALIDATION.search(m) and m != metric), metric)
     judged = {row.setting: row.value.mean for row in comparison.rows(judge)}
     judge_sign = -1 if lower_is_better(judge) else 1
@@ -122,15 +139,16 @@ def verdict(comparison: Comparison) -> str | None:
     sign = -1 if lower_is_better(metric) else 1
     low, high = sorted((sign * best.difference.low, sign * best.difference.high))
     if low > 0:
-        end = "clipping helps here."
+        end = "clipping helps here." if best.setting.rule is None else "it helps here."
     elif high < 0:
-        end = "plain training is better here." if only else "no b beats plain training here."
+        no_size = not only and best.setting.rule is None
+        end = "no b beats plain training here." if no_size else "plain training is better here."
     else:
         end = "no clear difference, the interval includes 0. More seeds would narrow it."
     if judge == metric and not only:
         end += (
-            " The best b was chosen by the same metric that it is judged by, which flatters it; "
-            "log a validation metric to choose by."
+            f" The best {'b' if best.setting.rule is None else 'setting'} was chosen by the same "
+            "metric that it is judged by, which flatters it; log a validation metric to choose by."
         )
     return found + end
 
@@ -181,22 +199,36 @@ def _differs(row: ComparisonRow) -> bool:
 
 def settings_of(runs: Sequence[Run]) -> tuple[Setting, ...]:
     """Group runs that differ only in their seed, and name each setting by what sets it apart."""
-    alike: dict[tuple[int | None, tuple[tuple[str, str], ...]], list[Run]] = {}
+    alike: dict[tuple[int | None, str | None, tuple[tuple[str, str], ...]], list[Run]] = {}
     for run in runs:
-        alike.setdefault((run.microbatch_size, tuple(sorted(run.settings.items()))), []).append(run)
-    sizes = [size for size, _ in alike]
+        settings = tuple(sorted(run.settings.items()))
+        alike.setdefault((run.microbatch_size, _rule_name(run), settings), []).append(run)
     found = []
-    for (size, settings), members in alike.items():
+    for (size, rule, settings), members in alike.items():
         name = "plain training" if size is None else f"b = {size}"
-        if sizes.count(size) > 1:
-            others = [dict(s) for b, s in alike if b == size]
+        if rule is not None:
+            name = rule
+        others = [dict(s) for b, other, s in alike if (b, other) == (size, rule)]
+        if len(others) > 1:
             name += "".join(
                 f", {key} {value[:40]}"
                 for key, value in settings
                 if len({other.get(key) for other in others}) > 1
             )
-        found.append(Setting(size, name, tuple(members)))
-    return tuple(sorted(found, key=lambda setting: (setting.microbatch_size or 0, setting.name)))
+        found.append(Setting(size, name, tuple(members), rule))
+    return tuple(
+        sorted(found, key=lambda one: (one.rule is not None, one.microbatch_size or 0, one.name))
+    )
+
+
+def _rule_name(run: Run) -> str | None:
+    """Return how to call a rule that weights examples, with b if that matters for it."""
+    rule = run.example_rule
+    if rule is None:
+        return None
+    name = repr(rule).replace(f"total_steps={rule.total_steps}", "").replace("(, ", "(")
+    name, size = name.removesuffix("()"), run.microbatch_size
+    return name if rule.is_one_pass or size is None else f"{name}, b = {size}"
 
 
 def by_interest(name: str) -> tuple[bool, bool, bool]:

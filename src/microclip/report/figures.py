@@ -50,7 +50,7 @@ def curves(runs: Sequence[Run], metrics: Sequence[str]) -> dict[str, Drawing]:
             if metric not in run.metrics:
                 continue
             name = escaped(cut(called[id(run)] if several and run.described else run.name))
-            plain = run.described and run.microbatch_size is None
+            plain = run.is_plain
             if name not in looks:
                 looks[name] = look(sum(not one.plain for one in looks.values()), plain)
             xs, ys = thinned(run.metrics[metric], points)
@@ -76,15 +76,16 @@ def curves(runs: Sequence[Run], metrics: Sequence[str]) -> dict[str, Drawing]:
     return drawings
 
 
-def norms(timeline: Timeline) -> Drawing:
+def norms(timeline: Timeline, bound: bool = True) -> Drawing:
     """Draw bands of gradient norms, and the bound."""
     steps, by_quantile = timeline.steps, timeline.norms
     traces = [
         *_band(steps, by_quantile[0.05], by_quantile[0.95], "90 % of the norms", "faint"),
         *_band(steps, by_quantile[0.25], by_quantile[0.75], "half of the norms", "strong"),
         _line(steps, by_quantile[0.5], "median norm", "var(--blue)"),
-        _line(steps, timeline.bound, "bound", "var(--orange)", dash="dash"),
     ]
+    if bound:
+        traces.append(_line(steps, timeline.bound, "bound", "var(--orange)", dash="dash"))
     return Drawing(
         traces,
         {
@@ -113,6 +114,32 @@ def weights(timeline: Timeline) -> Drawing:
             "yaxis": {"title": {"text": "weight of a micro-batch"}, "rangemode": "tozero"},
         },
     )
+
+
+def held_back(steps: Sequence[int], counts: Mapping[str, Sequence[int]]) -> Drawing:
+    """Draw how many examples are held back over time, one area per kind, stacked."""
+    traces = []
+    for place, (name, each) in enumerate(counts.items()):
+        strong = place == len(counts) - 1
+        traces.append(
+            {
+                "type": "scatter",
+                "mode": "lines",
+                "x": list(steps),
+                "y": list(each),
+                "name": name,
+                "stackgroup": "held",
+                "line": {"color": "var(--orange)" if strong else "var(--blue)", "width": 1.8},
+                "fillcolor": "var(--orange-band)" if strong else "var(--blue-strong)",
+                "hovertemplate": "%{y}",
+            }
+        )
+    layout = {
+        "xaxis": {"title": {"text": "step"}},
+        "yaxis": {"title": {"text": "examples held back"}, "rangemode": "tozero"},
+        "showlegend": len(traces) > 1,
+    }
+    return Drawing(traces, layout)
 
 
 def histogram(values: Mapping[str, Sequence[float]], title: str) -> Drawing:
@@ -210,13 +237,14 @@ def domain_ratios(rows: Sequence[Mapping[str, Any]]) -> Drawing:
 def sweet_spot(comparison: Comparison, metric: str) -> Drawing:
     """Draw a metric by setting with intervals, and below it the difference from plain."""
     rows = comparison.rows(metric)
-    clipped = [row for row in rows if row.setting.microbatch_size is not None]
-    plain = [row for row in rows if row.setting.microbatch_size is None]
+    clipped = [row for row in rows if not row.setting.is_plain]
+    plain = [row for row in rows if row.setting.is_plain]
     if not clipped:
         clipped, plain = plain, []
     names = [_tick(comparison, row) for row in clipped]
     values = [row.value for row in clipped]
-    traces = [_estimates(names, values, "clipped", "")]
+    name = "clipped or weighted" if comparison.has_rules else "clipped"
+    traces = [_estimates(names, values, name, "")]
     reached = [plain[0].value] if len(plain) == 1 else []
     scale, notes = _scale(values, [*values, *reached], "y", "{:.3g}")
     layout: dict[str, Any] = {

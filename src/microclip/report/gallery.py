@@ -9,6 +9,7 @@ import base64
 import io
 from collections.abc import Sequence
 from html import escape
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.csv
@@ -37,8 +38,15 @@ MEANINGS = {
 
 def gallery(data: RunData, count: int, budget: ByteBudget) -> tuple[Gallery, list[str]]:
     """Return the most suspicious examples as tiles, and notes on what could not be shown."""
-    table = data.draggers.top(count)
-    sparklines = _sparklines(data, len(table))
+    key = f"gallery-{data.key}"
+    return gallery_of(data, data.draggers.top(count), budget, key, _how_to_read(data))
+
+
+def gallery_of(
+    data: RunData, table: pa.Table, budget: ByteBudget, key: str, how_to_read: str
+) -> tuple[Gallery, list[str]]:
+    """Return some rows of the draggers as tiles, and notes on what could not be shown."""
+    sparklines = _sparklines(table, data.measure)
     tiles, left_out = [], 0
     for row, sparkline in zip(table.to_pylist(), sparklines, strict=True):
         one = str(row["id"])
@@ -71,8 +79,7 @@ def gallery(data: RunData, count: int, budget: ByteBudget) -> tuple[Gallery, lis
             f"{left_out} of the files could not be shown; each tile says why. Files of up to "
             "400 KB are embedded until the page reaches its size limit."
         )
-    key = f"gallery-{data.key}"
-    return Gallery(key, tiles, _how_to_read(data)), notes
+    return Gallery(key, tiles, how_to_read), notes
 
 
 def scores(data: RunData) -> Table:
@@ -94,11 +101,12 @@ def scores(data: RunData) -> Table:
         "score",
         "seen",
         "mean weight",
+        *(["held back", "since step"] if data.held is not None else []),
         *(["mean loss"] if with_loss else []),
         "trend",
     ]
     texts = {"id", "label", "truth", "domain"}
-    sparklines = _sparklines(data, len(rows))
+    sparklines = _sparklines(table, data.measure)
     cells = []
     for row, facts, domain, sparkline in zip(rows, known, domains, sparklines, strict=True):
         by_heading = {
@@ -112,6 +120,8 @@ def scores(data: RunData) -> Table:
             "score": _number(row["score"]),
             "seen": Cell(f"{row['appearances']:,}", row["appearances"]),
             "mean weight": _number(row["mean_weight"]),
+            "held back": Cell(_times(row.get("held_back") or 0), row.get("held_back")),
+            "since step": _whole(row.get("held_back_since")),
             "mean loss": _number(row["loss"]),
             "trend": Cell("", _fall(row, data.measure), sparkline=sparkline),
         }
@@ -143,13 +153,15 @@ def number(value: float | None) -> str:
 
 def _how_to_read(data: RunData) -> str:
     measured = "loss" if data.measure == "excess_loss" else "norm"
+    left = "clipping left of the gradients of its micro-batches"
+    if data.held is not None:
+        left = "the rule left of its gradient"
     return (
         f"The score of an example is {MEANINGS[data.draggers.method]}; the highest come first. The "
-        f"interval is the 95 % interval of that {measured}. The weight is what clipping left of "
-        "the gradients of its micro-batches, on average. The three dots of the trend are its "
-        f"{measured} above the step's median early, in the middle and late in training: an "
-        "example may drag early and help late. A high score is a reason to look, not a verdict: "
-        "rare examples with correct labels score high too."
+        f"interval is the 95 % interval of that {measured}. The weight is what {left}, on average. "
+        f"The three dots of the trend are its {measured} above the step's median early, in the "
+        "middle and late in training: an example may drag early and help late. A high score is a "
+        "reason to look, not a verdict: rare examples with correct labels score high too."
     )
 
 
@@ -174,7 +186,7 @@ def _shown(
         return None, "", str(error)
 
 
-def _facts(data: RunData, row: dict[str, object]) -> list[tuple[str, str]]:
+def _facts(data: RunData, row: dict[str, Any]) -> list[tuple[str, str]]:
     def value(name: str) -> str:
         found = row[name]
         return number(found if isinstance(found, float) else None)
@@ -185,10 +197,19 @@ def _facts(data: RunData, row: dict[str, object]) -> list[tuple[str, str]]:
         facts.append(("excess loss" if measure == "excess_loss" else "log norm", value(measure)))
     if row[f"{measure}_low"] is not None:
         facts.append(("interval", f"{value(f'{measure}_low')} to {value(f'{measure}_high')}"))
-    facts += [("weight", value("mean_weight")), ("seen", f"{row['appearances']:,} times")]
+    facts += [("weight", value("mean_weight")), ("seen", _times(row["appearances"]))]
+    if row.get("held_back"):
+        facts.append(("held back", _times(row["held_back"])))
+        now = row["held_back_since"] is not None
+        when = row["held_back_since"] if now else row["held_back_last"]
+        facts.append(("since" if now else "until", f"step {when:,}"))
     if row["nonfinite"]:
-        facts.append(("not finite", f"{row['nonfinite']:,} times"))
+        facts.append(("not finite", _times(row["nonfinite"])))
     return facts
+
+
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count:,} times" if count else "never"
 
 
 def _domain(data: RunData, row: dict[str, object], one: str) -> str | None:
@@ -197,9 +218,9 @@ def _domain(data: RunData, row: dict[str, object], one: str) -> str | None:
     return None if domain is None else shortened(str(domain))
 
 
-def _sparklines(data: RunData, count: int) -> list[Sparkline]:
-    """Return the trends of the first examples, all on the same scale."""
-    columns = [data.column(f"{data.measure}_{third}", count) for third in THIRDS]
+def _sparklines(table: pa.Table, measure: str) -> list[Sparkline]:
+    """Return the trends of examples, all on the same scale."""
+    columns = [table[f"{measure}_{third}"].to_pylist() for third in THIRDS]
     known = [value for column in columns for value in column if value is not None]
     # 0, the median of all examples, is always on the scale
     low, high = min(known, default=0.0), max(known, default=1.0)
@@ -224,6 +245,10 @@ def _fall(row: dict[str, object], measure: str) -> float | None:
 
 def _name_cell(one: object) -> Cell:
     return Cell(shortened(str(one)), one if isinstance(one, int) else shortened(str(one)))
+
+
+def _whole(value: int | None) -> Cell:
+    return Cell("" if value is None else f"{value:,}", value)
 
 
 def _number(value: float | None) -> Cell:

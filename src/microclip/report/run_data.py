@@ -1,9 +1,10 @@
 """Everything known about a run with a ledger: its timeline, draggers, domains and examples.
 
 `read_timeline` summarizes norms, bounds and weights in stretches of consecutive steps, in one pass
-over the ledger, with only the rows of one stretch in memory. `read_examples` reads the labels of
-all examples, line by line, and the contents of those to show. What the page shows, and in which
-words, is up to `sections` and `gallery`.
+over the ledger, with only the rows of one stretch in memory; `read_held_back` counts the examples
+that a rule holds back. `read_examples` reads the labels of all examples, line by line, and the
+contents of those to show. What the page shows, and in which words, is up to `sections`, `held_back`
+and `gallery`.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ import pyarrow.compute as pc
 
 from microclip import guard
 from microclip.draggers import Draggers, score
-from microclip.draggers.source import Source, whole_steps
-from microclip.ledger import open_ledger
+from microclip.draggers.source import IdIndex, Source, column, whole_steps
+from microclip.draggers.statistics import LITTLE
+from microclip.ledger import Record, open_ledger
 from microclip.report.folder import EXAMPLES, FILE_CHECKSUM
 from microclip.report.runs import Run, count_lines, is_being_written, lines, parsed
 
@@ -32,6 +34,7 @@ LONGEST_FACT = 300  # characters of a label or domain that are kept
 STRETCHES = 120
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 COLUMNS = ("step", "size", "norm", "weight", "bound", "loss", "skipped")
+HELD_SHOWN = 24  # of those held back now, and of those released again
 MOST_GROUPS = 30  # domains, or labels standing in for them
 
 Values = npt.NDArray[np.float64]
@@ -228,6 +231,42 @@ def _mean(values: Values, sizes: npt.NDArray[Any]) -> float | None:
 
 
 @dataclass(frozen=True)
+class HeldBack:
+    """What a rule that weights examples did, over time."""
+
+    steps: list[int]  # the last step of each stretch
+    counts: list[int]  # examples that are held back then
+    wrong: list[int]  # those of them with a label that is known to be wrong
+    notes: tuple[tuple[int, str], ...]  # what the rule said, and when
+
+
+def read_held_back(record: Record, wrong: Collection[str]) -> HeldBack:
+    """Count who is held back after each stretch: had little weight at the last visit."""
+    source = Source.open(record)
+    index = IdIndex(source.integers)
+    held, are_wrong = np.zeros(0, dtype=bool), np.zeros(0, dtype=bool)
+    found: dict[int, tuple[int, int, int]] = {}  # by stretch
+    count = min(STRETCHES, len(source.steps))
+    for table in whole_steps(source.examples, ("step", "id", "weight")):
+        table = table.sort_by("step").combine_chunks()
+        examples = index.look_up(column(table, "id"))
+        new = index.ids.slice(len(held)).to_pylist()
+        held = np.pad(held, (0, len(new)))
+        flags = np.array([str(one) in wrong for one in new], dtype=bool)
+        are_wrong = np.concatenate([are_wrong, flags])
+        little = pc.fill_null(table["weight"], 1.0).to_numpy() < LITTLE
+        steps = table["step"].to_numpy()
+        places = (steps - source.steps.start) * count // len(source.steps)
+        for place in np.unique(places):
+            first, last = np.searchsorted(places, [place, place + 1])
+            held[examples[first:last]] = little[first:last]  # of two visits, the later one counts
+            step = int(steps[last - 1])
+            found[int(place)] = step, int(held.sum()), int((held & are_wrong).sum())
+    steps_, counts, known = (list(each) for each in zip(*found.values(), strict=True))
+    return HeldBack(steps_, counts, known, record.notes)
+
+
+@dataclass(frozen=True)
 class RunData:
     """What is known about a run with a ledger."""
 
@@ -239,6 +278,7 @@ class RunData:
     domains: guard.Report | None
     grouped_by: str  # what the guard compared: "domain", "label", or "" for nothing
     warnings: tuple[str, ...]
+    held: HeldBack | None = None  # None: the rule does not weight examples
 
     @cached_property
     def ids(self) -> list[str]:
@@ -252,6 +292,15 @@ class RunData:
             facts.wrong if (facts := self.examples.facts.get(one)) else None for one in self.ids
         ]
 
+    @cached_property
+    def groups(self) -> list[str | None]:
+        """The domain of each example, or its label if that stands in for it, in the same order."""
+        recorded = self.column("domain")
+        if self.grouped_by == "domain" and any(one is not None for one in recorded):
+            return recorded
+        known = [self.examples.facts.get(one) for one in self.ids]
+        return [getattr(facts, self.grouped_by, None) if facts else None for facts in known]
+
     def column(self, name: str, count: int | None = None) -> list[Any]:
         """Return a column of the draggers table, or its first `count` values."""
         found: list[Any] = self.draggers.table[name].slice(0, count).to_pylist()
@@ -260,8 +309,15 @@ class RunData:
     @property
     def is_plain(self) -> bool:
         """Whether the run was described as plain training and its weights agree."""
-        run = self.run
-        return run.described and run.microbatch_size is None and self.timeline.mean_weight == 1
+        return self.run.is_plain and self.timeline.mean_weight == 1 and self.held is None
+
+    @property
+    def is_clipped(self) -> bool:
+        """Whether a rule from norms to weights was applied, perhaps besides weights of examples."""
+        if self.held is None:
+            return not self.is_plain
+        rule = self.run.example_rule
+        return rule is not None and rule.clip is not None
 
     @property
     def measure(self) -> str:
@@ -279,11 +335,34 @@ def read_run_data(key: str, run: Run, ledger: Path, shown: int, say: Say) -> Run
         warnings.simplefilter("always")
         draggers = score(record)
     ids = [str(one) for one in draggers.table["id"].to_pylist()]
-    examples = read_examples(run.path, set(ids), set(ids[:shown]))
+    examples = read_examples(run.path, set(ids), {str(one) for one in shown_ids(draggers, shown)})
+    held = None
+    if "held_back" in draggers.table.column_names:
+        wrong = {one for one, facts in examples.facts.items() if facts.wrong}
+        held = read_held_back(record, wrong)
     say(f"{run.name}: checking domains")
     grouped_by, report = _check_domains(ledger, draggers, examples, ids)
     messages = tuple(str(warning.message) for warning in given)
-    return RunData(key, run, timeline, draggers, examples, report, grouped_by, messages)
+    return RunData(key, run, timeline, draggers, examples, report, grouped_by, messages, held)
+
+
+def held_back_rows(draggers: Draggers, now: bool) -> pa.Table:
+    """Return the examples that are held back now, or those that were released again."""
+    table = draggers.table
+    at_last = pc.is_valid(table["held_back_since"])
+    if now:
+        return table.filter(at_last)
+    return table.filter(pc.and_(pc.greater(table["held_back"], 0), pc.invert(at_last)))
+
+
+def shown_ids(draggers: Draggers, count: int) -> set[int | str]:
+    """Return the ids of examples that a page shows, with the `count` most suspicious ones."""
+    found = set(draggers.top(count)["id"].to_pylist())
+    if "held_back" in draggers.table.column_names:
+        for now in (True, False):
+            rows = held_back_rows(draggers, now).slice(0, min(HELD_SHOWN, count))
+            found.update(rows["id"].to_pylist())
+    return found
 
 
 def _check_domains(

@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,12 @@ from microclip.report.folder import (
     crc32,
 )
 from microclip.report.media import OutsideError, safe_open
+from microclip.rules import ExampleRule, parse_rule
 
 LONGEST_RUN_FILE = 16_000_000  # bytes
 LONGEST_LINE = 16_000_000
 MOST_METRICS = 40
+LONGEST_RULE = 200  # characters
 
 Curve = dict[int, float]  # by step
 
@@ -55,6 +58,21 @@ class Run:
     metrics: dict[str, Curve] = field(default_factory=dict)
     ledger: Path | None = None
     notes: tuple[str, ...] = ()
+
+    @cached_property
+    def example_rule(self) -> ExampleRule | None:
+        """The rule that weights examples, if the settings name one as "rule"."""
+        text = self.settings.get("rule", "")
+        try:
+            found = parse_rule(text[:LONGEST_RULE])
+        except (TypeError, ValueError, RecursionError):
+            return None
+        return found if isinstance(found, ExampleRule) else None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it was described as plain training."""
+        return self.described and self.microbatch_size is None and self.example_rule is None
 
 
 def read_run(path: Path) -> Run:

@@ -16,9 +16,11 @@ from microclip.report.comparison import (
     by_interest,
     signed,
     unsigned,
-    verdict,
+    verdicts,
 )
-from microclip.report.gallery import gallery, number, scores, shortened
+from microclip.report.domains import domain_blocks, domain_sentence
+from microclip.report.gallery import gallery, scores, shortened
+from microclip.report.held_back import HELD_BACK, held_back_text
 from microclip.report.media import ByteBudget
 from microclip.report.run_data import RunData
 from microclip.report.runs import Run
@@ -31,7 +33,7 @@ def summary(
     runs: Sequence[Run], comparisons: Sequence[Comparison], all_data: Sequence[RunData]
 ) -> list[str]:
     """Return the results in plain words."""
-    found = [sentence for one in comparisons if (sentence := verdict(one)) is not None]
+    found = [sentence for one in comparisons for sentence in verdicts(one)]
     if len(runs) == 1 and (reached := runs[0].metrics.get(runs[0].headline or "")):
         step, value = list(reached.items())[-1]
         found.append(f"{shortened(str(runs[0].headline))} is {value:.4g} after step {step:,}.")
@@ -58,14 +60,17 @@ def comparing(comparison: Comparison, key: str) -> Section:
             " Below, the difference from plain training, paired by seed: if a bar lies entirely "
             "on one side of 0, the difference is unlikely to be noise."
         )
+    by = "By setting" if comparison.has_rules else "By micro-batch size"
     blocks: list[Block] = [
-        Figure(f"sweet-spot-{key}", "By micro-batch size", how, choices, "metric", 460),
+        Figure(f"sweet-spot-{key}", by, how, choices, "metric", 460),
         _comparison_table(comparison, key),
     ]
     if not differs:
         blocks.append(Paragraph(_why_no_difference(comparison), "note"))
-    one_size = len(comparison.settings) == 2 and comparison.settings[0].microbatch_size is None
+    one_size = len(comparison.settings) == 2 and comparison.settings[0].is_plain
     title = "Does clipping help?" if one_size else "Which micro-batch size?"
+    if comparison.has_rules:
+        title = "What helps?"
     if comparison.group:
         title += f" ({shortened(comparison.group)})"
     return Section(f"comparison-{key}", title, blocks)
@@ -162,12 +167,13 @@ def clipping(data: RunData, title: str) -> Section:
     )
     if timeline.not_finite:
         text += f" {timeline.not_finite:,} micro-batches had a gradient that was not finite."
-    if data.is_plain:
+    if not data.is_clipped:
         how = (
             "The norms of half of the gradients lie in the dark band, those of nine in ten in the "
             "light one."
         )
-        norms = Figure(f"norms-{data.key}", "Norms", how, {"": figures.norms(timeline)})
+        drawing = figures.norms(timeline, bound=False)
+        norms = Figure(f"norms-{data.key}", "Norms", how, {"": drawing})
         return Section(f"clipping-{data.key}", title, [Paragraph(text), norms])
     blocks: list[Block] = [
         Paragraph(text),
@@ -210,7 +216,7 @@ def held_back(data: RunData, title: str) -> Section:
         )
     else:
         blocks.append(Paragraph("No example had a finite weight, so there is nothing to draw."))
-    blocks += _domain_blocks(data)
+    blocks += domain_blocks(data)
     return Section(f"held-back-{data.key}", title, blocks)
 
 
@@ -270,6 +276,9 @@ def _wrong_labels(data: RunData) -> list[str]:
 
 def _ledger_sentence(data: RunData, several: bool) -> str:
     timeline = data.timeline
+    if data.held is not None:
+        start = f"In {shortened(data.run.name)}, the rule" if several else "The rule"
+        return f"{start} {held_back_text(data)}" + domain_sentence(data, HELD_BACK)
     if data.is_plain:
         name = f"{shortened(data.run.name)} is plain training" if several else "Plain training"
         return (
@@ -282,23 +291,17 @@ def _ledger_sentence(data: RunData, several: bool) -> str:
         f"{name} {left or 'changed '}the average gradient over {timeline.recorded:,} steps and "
         f"{len(data.draggers):,} examples."
     )
-    found = data.domains.findings if data.domains is not None else ()
-    if found:
-        held = ", ".join(shortened(one.domain, 40) for one in found[:3])
-        text += f" It holds back whole {data.grouped_by}s: {held}. See “Held back most”."
-    elif data.domains is not None:
-        text += f" No {data.grouped_by} is held back as a whole."
-    return text
+    return text + domain_sentence(data, "Held back most")
 
 
 def _comparison_table(comparison: Comparison, key: str) -> Table:
     metric = comparison.headline
     rows = []
-    for row in comparison.rows(metric):
+    for place, row in enumerate(comparison.rows(metric)):
         difference = row.difference
         rows.append(
             [
-                Cell(shortened(row.setting.name), row.setting.microbatch_size or 0),
+                Cell(shortened(row.setting.name), place),
                 Cell(str(row.value.count), row.value.count),
                 Cell(unsigned(row.value), row.value.mean),
                 Cell(
@@ -319,7 +322,7 @@ def _comparison_table(comparison: Comparison, key: str) -> Table:
 
 
 def _why_no_difference(comparison: Comparison) -> str:
-    plain = [setting for setting in comparison.settings if setting.microbatch_size is None]
+    plain = [setting for setting in comparison.settings if setting.is_plain]
     if not plain:
         return "There is no plain training among the runs, so there are no differences to show."
     if len(plain) > 1:
@@ -337,8 +340,9 @@ def _facts_of(run: Run) -> dict[str, str]:
     if not run.described:
         return {}
     versions = ", ".join(f"{name} {value}" for name, value in run.versions.items())
+    size = "plain" if run.is_plain else str(run.microbatch_size or "the whole batch")
     facts = {
-        "micro-batch size b": "plain" if run.microbatch_size is None else str(run.microbatch_size),
+        "micro-batch size b": size,
         "seed": "" if run.seed is None else str(run.seed),
         "group": run.group or "",
         **run.settings,
@@ -377,75 +381,6 @@ def _differences(
         ("run", *(shortened(name) for name in columns), "seeds"),
         rows,
         sortable=True,
-    )
-
-
-def _domain_blocks(data: RunData) -> list[Block]:
-    report, kind = data.domains, data.grouped_by
-    if report is None:
-        return [
-            Paragraph(
-                "No domains were recorded. To see whether a whole domain is held back, pass "
-                "domains= to the Clipper, or describe the examples with a domain.",
-                "note",
-            )
-        ]
-    rows = report.domains.to_pylist()
-    shown = [row["domain"] for row in rows[:10]]
-    blocks: list[Block] = [Paragraph(found.message, "finding") for found in report.findings]
-    if not report.findings:
-        blocks.append(Paragraph(f"None of the {len(rows)} {kind}s is held back as a whole."))
-    if kind == "label":
-        blocks.append(Paragraph("No domains were recorded; labels stand in for them here.", "note"))
-    if any(row["ratio"] is not None for row in rows):
-        over_time = figures.domains_over_time(report.over_time.to_pylist(), shown)
-        blocks += [
-            Figure(
-                f"domains-{data.key}",
-                f"{kind.capitalize()}s",
-                f"Each dot is the share of the weight that a {kind} has, divided by its share of "
-                "the examples, with a 95 % interval. At 1, its weight matches its number of "
-                "examples; if the whole interval lies below 0.8, it is held back systematically.",
-                {"": figures.domain_ratios(rows[:25])},
-                "",
-                min(120 + 26 * min(len(rows), 25), 700),
-            ),
-            Figure(
-                f"domains-time-{data.key}",
-                f"{kind.capitalize()}s over time",
-                f"The same ratio for each tenth of training: where a line is below 1, that {kind} "
-                "was held back."
-                + (" Only the ten with the lowest ratio are drawn." if len(rows) > 10 else ""),
-                {"": over_time},
-            ),
-        ]
-    blocks.append(_domain_table(data, rows))
-    return blocks
-
-
-def _domain_table(data: RunData, rows: Sequence[dict[str, float | str | None]]) -> Table:
-    def percent(value: object) -> Cell:
-        return Cell(f"{100 * value:.1f}", value) if isinstance(value, float) else Cell("")
-
-    def plain(value: object) -> Cell:
-        return Cell(number(value), value) if isinstance(value, float) else Cell("")
-
-    return Table(
-        f"domain-table-{data.key}",
-        f"{data.grouped_by.capitalize()}s, the one held back most first",
-        (data.grouped_by, "% of examples", "% of weight", "ratio", "from", "to", "suppression"),
-        [
-            [
-                Cell(shortened(str(row["domain"]))),
-                percent(row["example_share"]),
-                percent(row["weight_share"]),
-                *(plain(row[name]) for name in ("ratio", "low", "high", "suppression")),
-            ]
-            for row in rows[:MOST_ROWS]
-        ],
-        numeric=(False, *[True] * 6),
-        sortable=True,
-        sorted_by=3,
     )
 
 

@@ -16,6 +16,7 @@ from microclip.report import sections
 from microclip.report.blocks import Page, Paragraph, Section
 from microclip.report.comparison import compare
 from microclip.report.gallery import shortened
+from microclip.report.held_back import held_back_sections
 from microclip.report.media import ByteBudget
 from microclip.report.page import media_budget, render
 from microclip.report.run_data import RunData, Say, read_run_data
@@ -131,8 +132,12 @@ def _ledger_sections(
     suffix = f" ({shortened(data.run.name)})" if several else ""
     titles = (f"Which examples drag?{suffix}", f"Scores{suffix}")
     examples = sections.drag(data, gallery, budget, titles)
+    what = "What clipping did" if data.is_clipped else "Gradients"
+    if data.held is not None:
+        held = held_back_sections(data, gallery, budget, suffix)
+        return [*held, sections.clipping(data, f"{what}{suffix}"), *examples]
     if data.is_plain:
-        return [sections.clipping(data, f"Gradients{suffix}"), *examples]
+        return [sections.clipping(data, f"{what}{suffix}"), *examples]
     return [
         sections.clipping(data, f"What clipping did{suffix}"),
         sections.held_back(data, f"Held back most{suffix}"),
