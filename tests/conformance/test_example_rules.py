@@ -285,7 +285,7 @@ def test_own_backward_is_weighted_by_microbatch():
     given = WEIGHTS["some"]
     rule = Given(given)
     clipper = Clipper(model, rule=rule)
-    groups = [list(range(0, 4)), list(range(4, 8)), list(range(8, 11))]
+    groups = [list(range(4)), list(range(4, 8)), list(range(8, 11))]
     for group in groups:
         loss = losses(tuple(each[group] for each in batch)).mean()
         loss.backward()

@@ -6,7 +6,8 @@ the probability that it belongs to the lower one.
 
 High losses may belong to hard examples, too. So holding back starts as a *trial*: examples that
 are right get better even while they are left out, because the others teach what they need; wrong
-ones do not. If the suspects get better, all are released, for good.
+ones do not. If the suspects get better, all are released: for good, or, if most examples were not
+learned yet, until they are.
 """
 
 from __future__ import annotations
@@ -26,13 +27,15 @@ from microclip.rules.norms import Rule, is_number
 
 # Chosen on development seeds of the dirty-data benchmark, and then left alone.
 MEMORY = 0.9  # the largest share of the past in an average
-STARTED = 0.35  # the median loss, relative to the first one, at which most examples are learned
-EARLIEST, LATEST = 0.1, 0.3  # when the trial starts, as a share of training
-TRIAL = 0.1  # its length
+EARLIEST, LATEST = 0.1, 0.3  # when the trial starts, as a share of training:
+LEARNED = 0.35  # as soon as the median loss is below this share of the upper group's,
+BEGUN = 0.8  # at the latest once it is below this one; then there may be a second trial,
+LAST_START = 0.7  # not later than this
+TRIAL = 0.1  # the length of the trial, as a share of training
 TRIAL_VISITS = 2  # and its least length, in visits of every example
 VISITS = 3  # an example that was seen less often is not held back
-IMPROVED = 0.75  # suspects are released if their loss falls below this share of their first one,
-AS_BAD = 0.9  # or below this share of an untrained model's
+UNLEARNED = 0.8  # suspects are released if their loss is below this share of an untrained model's,
+IMPROVED = 0.95  # provided that it has fallen to this share while they were left out
 FEW_VISITS = 8  # below this, training is too short to tell
 UNTOLD = 10  # visits after which the trial starts if nobody said how long training takes
 ITERATIONS = 25
@@ -136,7 +139,7 @@ class LossHistory(ExampleRule):
         self.most = float(most)
         self.table = ExampleTable(
             average=torch.float32,  # of losses or norms
-            first=torch.float32,  # loss
+            before=torch.float32,  # the last loss while it was not held back
             last=torch.float32,  # loss
             domain=torch.int16,
             held=torch.bool,  # whether it was held back at its last visit
@@ -148,6 +151,8 @@ class LossHistory(ExampleRule):
         self._visits = 0  # of all examples
         self._checked = 0  # visits at the last look
         self._trial_start = 0
+        self._trials = 0  # so far
+        self._was_learned = False  # whether most examples were learned when the trial started
         self._first_loss = math.nan  # the mean of the first step
         self._messages: list[str] = []
         self._warned = False
@@ -201,13 +206,14 @@ class LossHistory(ExampleRule):
         table = self.table
         rows = table.add(keys)
         visits = table["visits"][rows].double() - 1  # earlier ones
-        new = visits == 0
-        share = (visits / (visits + 1)).clamp(max=MEMORY)
+        # the first loss says nothing: nothing was learned when it was taken
+        share = (1 - 1 / visits.clamp(min=1)).clamp(max=MEMORY)
         average = share * table["average"][rows].double() + (1 - share) * values
         table["average"][rows] = average.float()
         table["last"][rows] = losses.float()
-        table["first"][rows] = torch.where(new, losses.float(), table["first"][rows])
-        table["held"][rows] = weights < 0.5
+        held = weights < 0.5
+        table["before"][rows] = torch.where(held, table["before"][rows], losses.float())
+        table["held"][rows] = held
         table["domain"][rows] = self._numbers(domains)
         self._visits += len(keys)
         if self.phase == "watching" and self._visits == len(table) and self._is_half_over():
@@ -239,6 +245,7 @@ class LossHistory(ExampleRule):
         """Decide whether to start, go on, or release; then fit the mixtures again."""
         if self.phase == "watching" and self._must_start():
             self.phase, self._trial_start = "trial", self._visits
+            self._trials += 1
             self._fit()
             self._say(f"starts to hold examples back: {self._held_text()}, for a trial")
         elif self.is_holding:
@@ -268,9 +275,16 @@ class LossHistory(ExampleRule):
         done = visits / epochs if epochs is not None else visits / UNTOLD
         if done < EARLIEST:
             return False
-        last, floor = self.table["last"][self.table.known()].median().item(), self._floor()
-        learned = last - floor < STARTED * (self._first_loss - floor)
-        return learned or done >= (LATEST if epochs is not None else 1)
+        last, floor = self.table["last"][self.table.known()], self._floor()
+        mixture = Mixture.fit(last)
+        if mixture is None:
+            return False
+        level = (last.median().item() - floor) / (mixture.high - floor)
+        if level < LEARNED:
+            self._was_learned = True
+            return self._trials == 0 or done < LAST_START
+        late = done >= (LATEST if epochs is not None else 1)
+        return late and level < BEGUN and self._trials == 0
 
     def _floor(self) -> float:
         """Return what losses are measured from: 0, or about the lowest if they are negative."""
@@ -319,24 +333,24 @@ class LossHistory(ExampleRule):
             self._release("none of them is suspicious any more")
             return
         last = table["last"][suspects].median().item()
-        first = table["first"][suspects].median().item()
+        before = table["before"][suspects].median().item()
         floor = self._floor()
-        if last - floor <= IMPROVED * (first - floor):
-            better = f"their median loss fell from {first:.3g} to {last:.3g}"
-            self._release(f"{better} although they were left out, so they are hard, not wrong")
-        elif last - floor <= AS_BAD * (self._first_loss - floor):
-            level = f"their median loss is {last:.3g}, an untrained model's {self._first_loss:.3g}"
-            self._release(f"{level}, so they are hard, not wrong")
+        change = f"left out, their median loss went from {before:.3g} to {last:.3g}"
+        level = f"an untrained model's is {self._first_loss:.3g}"
+        low = last - floor <= UNLEARNED * (self._first_loss - floor)
+        if low and last - floor <= IMPROVED * (before - floor):
+            self._release(f"{change}, and {level}, so they are hard, not wrong")
         elif self.phase == "trial":
             self.phase = "holding"
             self._say(
-                f"goes on holding back {self._held_text()}: left out for a trial, their median "
-                f"loss went from {first:.3g} to {last:.3g}, so the rest does not teach them"
+                f"goes on holding back {self._held_text()}: {change}, and {level}, so the others "
+                "do not teach them"
             )
 
     def _release(self, reason: str) -> None:
-        self.phase, self.mixtures = "released", {}
-        self._say(f"releases all examples, for good: {reason}")
+        self.phase, self.mixtures = "released" if self._was_learned else "watching", {}
+        until = "for good" if self._was_learned else "until more is learned"
+        self._say(f"releases all examples, {until}: {reason}")
 
     def _held_text(self) -> str:
         held = int((self._weights(self.table.known()) < 0.5).sum())
@@ -373,6 +387,8 @@ class LossHistory(ExampleRule):
             "visits": self._visits,
             "checked": self._checked,
             "trial_start": self._trial_start,
+            "trials": self._trials,
+            "was_learned": self._was_learned,
             "first_loss": self._first_loss,
             "table": self.table.state_dict(),
             "clip": {} if self.clip is None else self.clip.state_dict(),
@@ -392,6 +408,7 @@ class LossHistory(ExampleRule):
         self.phase = state["phase"]
         self._steps, self._visits = state["steps"], state["visits"]
         self._checked, self._trial_start = state["checked"], state["trial_start"]
+        self._trials, self._was_learned = state["trials"], state["was_learned"]
         self._first_loss = state["first_loss"]
         if self.clip is not None:
             self.clip.load_state_dict(state["clip"])
