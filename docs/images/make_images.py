@@ -154,7 +154,7 @@ def report(demo: Path) -> None:
         page.goto(demo.resolve().as_uri())
         page.locator(".card, article, figure").first.wait_for()
         top = page.get_by_role("heading", name="Which examples drag?").bounding_box()["y"] - 24
-        shot = {"x": 0, "y": top, "width": 1000, "height": 756}
+        shot = {"x": 0, "y": top, "width": 1000, "height": 800}
         page.screenshot(path=HERE / "report.png", full_page=True, clip=shot)
         browser.close()
     picture = Image.open(HERE / "report.png").convert("RGB")

@@ -100,8 +100,8 @@ def scores(data: RunData) -> Table:
         *(["domain"] if with_domain else []),
         "score",
         "seen",
-        "mean weight",
-        *(["held back", "since step"] if data.held is not None else []),
+        "weight",
+        *(["held back"] if data.held is not None else []),
         *(["mean loss"] if with_loss else []),
         "trend",
     ]
@@ -119,9 +119,8 @@ def scores(data: RunData) -> Table:
             "domain": Cell(domain or ""),
             "score": _number(row["score"]),
             "seen": Cell(f"{row['appearances']:,}", row["appearances"]),
-            "mean weight": _number(row["mean_weight"]),
-            "held back": Cell(_times(row.get("held_back") or 0), row.get("held_back")),
-            "since step": _whole(row.get("held_back_since")),
+            "weight": _number(row["mean_weight"]),
+            "held back": Cell(f"{row.get('held_back', 0):,}", row.get("held_back")),
             "mean loss": _number(row["loss"]),
             "trend": Cell("", _fall(row, data.measure), sparkline=sparkline),
         }
@@ -209,7 +208,7 @@ def _facts(data: RunData, row: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _times(count: int) -> str:
-    return "once" if count == 1 else f"{count:,} times" if count else "never"
+    return "once" if count == 1 else f"{count:,} times"
 
 
 def _domain(data: RunData, row: dict[str, object], one: str) -> str | None:
@@ -245,10 +244,6 @@ def _fall(row: dict[str, object], measure: str) -> float | None:
 
 def _name_cell(one: object) -> Cell:
     return Cell(shortened(str(one)), one if isinstance(one, int) else shortened(str(one)))
-
-
-def _whole(value: int | None) -> Cell:
-    return Cell("" if value is None else f"{value:,}", value)
 
 
 def _number(value: float | None) -> Cell:
