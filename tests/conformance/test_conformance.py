@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from microclip import Clipper
+from microclip.rules import Keep, MinNorm
 
 import properties
 import zoo
@@ -95,9 +96,29 @@ def test_adds_to_grad(cell):
 def test_every_rule_is_in_the_suite():
     from microclip import rules
 
-    shipped = {name for name in rules.__all__ if name != "Rule"}
-    assert {type(rule).__name__ for rule in RULES.values()} == shipped
+    # those that weight examples have a suite of their own
+    shipped = {n for n, kind in rules.KNOWN.items() if not issubclass(kind, rules.ExampleRule)}
+    assert {type(rule).__name__ for rule in RULES.values()} | {"Keep"} == shipped
     assert set(RESCALING) < set(RULES)
+
+
+@pytest.mark.parametrize("b", [1, 3, None])
+@pytest.mark.parametrize("engine", ["stream", "two_pass", "fused", "auto"])
+@pytest.mark.parametrize("model", ["mlp", "gpt"])
+def test_keep_is_the_plain_gradient_with_norms(model, engine, b):
+    case = zoo.case(model, torch.float64)
+    loss_fn = case.each_loss_fn or case.loss_fn
+    found = []
+    for rule in (Keep(), MinNorm()):
+        case.model.zero_grad()
+        outcome = Clipper(case.model, b, rule=rule, engine=engine).backward(loss_fn, case.batch)
+        found.append((outcome, [p.grad.clone() for p in case.parameters]))
+    (kept, gradients), (clipped, _) = found
+    case.model.zero_grad()
+    loss_fn(case.batch).mean().backward()
+    properties.assert_close(gradients, [p.grad for p in case.parameters], 1e-12)
+    torch.testing.assert_close(kept.norms, clipped.norms)
+    assert kept.weights.tolist() == [1.0] * len(kept)
 
 
 @pytest.mark.parametrize("model", zoo.CANNOT_FUSE)
