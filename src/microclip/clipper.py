@@ -400,15 +400,16 @@ class Clipper:
 
     def lasting_state(self) -> dict[str, Any]:
         """Return the state as of the last `finish()`, whatever has been folded since."""
-        return {
+        state = {
             "step": self.step,
             "rule": self.policy.rule.state_dict(),
             "trials": self._selector.trials(),
         }
+        return state if self._ids is None else {**state, "ids": self._ids.kind}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned."""
-        if not isinstance(state, dict) or set(state) - {"trials"} != {"step", "rule"}:
+        if not isinstance(state, dict) or set(state) - {"trials", "ids"} != {"step", "rule"}:
             got = sorted(map(str, state)) if isinstance(state, dict) else repr(state)
             raise ValueError(
                 "A Clipper's state has the entries 'step' and 'rule', and optionally 'trials', but "
@@ -416,6 +417,8 @@ class Clipper:
             )
         self.policy.rule.load_state_dict(state["rule"])
         self._selector.load_trials(state.get("trials", []))
+        if self._ids is not None:
+            self._ids.kind = str(state.get("ids", ""))
         self.step = state["step"]
 
     def _fold_batch(
@@ -468,7 +471,8 @@ class Clipper:
             microbatches = microbatches.keep_copy()
         try:
             self._fold_microbatches(loss_fn, microbatches, final)
-            self._losses_of[name] = True
+            if microbatches.examples > 1:  # one example has one loss in any case
+                self._losses_of[name] = True
         except MeanOfExamplesError:
             if b is None:
                 raise ValueError(
@@ -552,6 +556,17 @@ class Clipper:
             raise ValueError(
                 f"{self.policy.rule!r} needs the loss of every micro-batch. Pass it to fold(): "
                 "clipper.fold(loss=loss, ids=ids)."
+            )
+        size, name = microbatch.size, type(self.policy.rule).__name__
+        if loss.numel() != 1 and loss.shape != (size,):
+            raise ValueError(
+                f"loss must be the mean, or one loss for each of {size} examples, but has the "
+                f"shape {tuple(loss.shape)}."
+            )
+        if self._example_rule is not None and self._example_rule.needs_norms and size != 1:
+            raise ValueError(
+                f"{name} needs the gradient of one example at a time, but this one is of {size}. "
+                "Fold single examples, or use clipper.backward(loss_fn, batch)."
             )
         one = MicrobatchList(None, [microbatch.positions], [microbatch.domain], [microbatch.ids])
         weighted = self._examples.weigh(one, ids, False)[0]

@@ -27,14 +27,19 @@ HOW_TO_ADD_IDS = (
 )
 
 
+POSITION_CHECKS = 8  # first steps in which ids are compared with positions in the batch
+LEAST = 1e-30  # weights below count as 0: their inverses would overflow
+
+
 class ExampleIds:
     """The ids that a Clipper has been given, which must tell examples apart."""
 
     def __init__(self, rule: ExampleRule) -> None:
         self._rule = rule
-        self._kind = ""
+        self.kind = ""  # of the ids of finished steps
         self._example: Any = None  # an id of that kind
-        self._first: float | None = None  # the sum of the first example's numbers, if ids count
+        self._latest: tuple[str, Any] = ("", None)  # of a step that may yet be abandoned
+        self._first: list[float] | None = None  # sums of the first example's numbers, if ids count
 
     def keys(self, microbatches: MicrobatchList, ids: Ids | None, step: int) -> Tensor:
         """Return the keys of examples, micro-batch after micro-batch; refuse useless ids."""
@@ -47,15 +52,21 @@ class ExampleIds:
                 f"{HOW_TO_ADD_IDS}"
             )
         keys, kind = keys_of(names)
-        if self._kind and kind != self._kind:
+        if self.kind and kind != self.kind:
+            such = "" if self._example is None else f", such as {self._example!r},"
             raise TypeError(
-                f"ids were of type {self._kind} so far, such as {self._example!r}, but are now of "
-                f"type {kind}, such as {names[0]!r}: the rule would not recognize its examples."
+                f"ids were of type {self.kind} so far{such} but are now of type {kind}, such as "
+                f"{names[0]!r}: the rule would not recognize its examples."
             )
-        self._kind, self._example = kind, names[0]
-        if step < 2 and self._rule.needs_ids:
+        self._latest = kind, names[0]
+        if step < POSITION_CHECKS and self._rule.needs_ids:
             self._refuse_positions(microbatches, names, step)
         return keys
+
+    def accept(self) -> None:
+        """Take note of the ids of a finished step."""
+        if self._latest[0]:
+            self.kind, self._example = self._latest
 
     def _refuse_positions(self, microbatches: MicrobatchList, names: list[Any], step: int) -> None:
         """Refuse ids that number the examples of each batch anew."""
@@ -64,11 +75,13 @@ class ExampleIds:
         if counts != list(range(len(names))):
             self._first = None
             return
-        leaf = next((leaf for leaf in microbatches.leaves if leaf.dim() > 0), None)
-        first = 0.0 if leaf is None else float(leaf.select(0, 0).detach().double().sum())
+        # labels, if there are any: inputs may be augmented anew in every step
+        leaves = [leaf for leaf in microbatches.leaves if leaf.dim() > 0]
+        leaves = [leaf for leaf in leaves if not leaf.is_floating_point()] or leaves
+        first = [float(leaf.select(0, 0).detach().double().sum().nan_to_num()) for leaf in leaves]
         if step > 0 and self._first is not None and first != self._first:
             raise ValueError(
-                f"ids are 0 to {len(names) - 1} again in the second step, but the examples are "
+                f"ids are 0 to {len(names) - 1} again in step {step}, but the examples are "
                 "others: these are positions in the batch, which do not tell examples apart. "
                 f"{HOW_TO_ADD_IDS}"
             )
@@ -96,10 +109,13 @@ class ExampleStep:
         keys = self._ids.keys(microbatches, ids, self._step)
         rule, order = self._rule, microbatches.order
         if rule.needs_losses:
-            empty = torch.zeros(0, dtype=torch.int64)
-            weights = ExampleWeights(
-                None, len(order), lambda losses: self._checked(rule.weigh(empty, losses), losses)
-            )
+            by_position = torch.empty_like(keys)
+            by_position[order] = keys
+
+            def from_losses(rows: list[int], losses: Tensor) -> Tensor:
+                return self._checked(rule.weigh(by_position[rows], losses), losses)
+
+            weights = ExampleWeights(None, len(order), from_losses)
         else:
             found = self._checked(rule.weigh(keys, None), keys)
             values = torch.empty(len(order), dtype=torch.float64)
@@ -119,10 +135,10 @@ class ExampleStep:
     def _checked(self, weights: Tensor, of: Tensor) -> Tensor:
         """Return usable weights, or raise with what the rule returned instead."""
         if not isinstance(weights, Tensor) or weights.shape != of.shape:
-            shown = tuple(weights.shape) if isinstance(weights, Tensor) else repr(weights)
+            found = f"one of shape {tuple(weights.shape)}" if isinstance(weights, Tensor) else ""
             raise ValueError(
-                f"{self._rule!r} must return one weight for each of {len(of)} examples from "
-                f"weigh(), but returned {shown}."
+                f"{self._rule!r} must return a tensor with one weight for each of {len(of)} "
+                f"examples from weigh(), but returned {found or type(weights).__name__}."
             )
         weights = weights.detach().double().cpu()
         if not bool(((weights >= 0) & weights.isfinite()).all()):
@@ -130,7 +146,7 @@ class ExampleStep:
                 f"{self._rule!r} must return finite weights of 0 or more from weigh(), but "
                 f"returned {weights.tolist()[:8]}."
             )
-        return weights
+        return weights.where(weights >= LEAST, 0.0)
 
     def weights(self) -> Tensor:
         """Return the weights of all examples so far, in the order of the record."""
@@ -141,6 +157,7 @@ class ExampleStep:
         """Return what was seen of the examples of all ranks; each of them calls it once."""
         keys = torch.cat([keys for keys, _, _ in self._parts] or [torch.zeros(0).long()])
         domains = torch.tensor(record.domains_of_examples(domain_key), dtype=torch.int64)
+        self._ids.accept()
         scales = torch.cat([w.scales[order] for _, w, order in self._parts] or [torch.zeros(0)])
         columns = [record.example_losses().cpu() / scales, self.weights()]
         if self._rule.needs_norms:
@@ -149,6 +166,10 @@ class ExampleStep:
             rows = [keys, domains, *(column.view(torch.int64) for column in columns)]
             keys, domains, *bits = ranks.gather_examples(self._step, torch.stack(rows))
             columns = [column.contiguous().view(torch.float64) for column in bits]
-        record.note_examples(True, len(keys))
+        largest = record.largest
+        if ranks is not None and ranks.count > 1 and record.policy.reduction == "sum":
+            sizes = ranks.gather_examples(self._step, torch.tensor([[largest]]))
+            largest = int(sizes.max())
+        record.note_examples(len(keys), largest)
         losses, weights, *norms = columns
         return Seen(self._step, keys, losses, weights, domains, norms[0] if norms else None)

@@ -40,7 +40,8 @@ class ExampleWeights:
 
     Args:
         values: The weights, on the host; None if they are taken from losses.
-        from_losses: Returns weights for losses on the host, if they are not known beforehand.
+        from_losses: Returns weights for positions and their losses, on the host, if weights are
+            not known beforehand.
         are_required: Whether the examples must be weighted one by one, so that a mean loss over
             several of them will not do.
     """
@@ -49,7 +50,7 @@ class ExampleWeights:
         self,
         values: Tensor | None,
         count: int,
-        from_losses: Callable[[Tensor], Tensor] | None = None,
+        from_losses: Callable[[list[int], Tensor], Tensor] | None = None,
         are_required: bool = False,
     ) -> None:
         self.values = torch.ones(count, dtype=torch.float64) if values is None else values.double()
@@ -69,11 +70,10 @@ class ExampleWeights:
         if self._from_losses is not None:
             rows, shown = list(chain.from_iterable(positions)), losses.detach().cpu()
             if len(losses) == len(rows):
-                found = self._from_losses(shown / self.scales[rows].to(shown.dtype)).double()
+                shown = shown / self.scales[rows].to(shown.dtype)
             else:
-                sizes = torch.tensor([*map(len, positions)])
-                found = self._from_losses(shown).double().repeat_interleave(sizes)
-            self.values[rows] = found
+                shown = shown.repeat_interleave(torch.tensor([*map(len, positions)]))
+            self.values[rows] = self._from_losses(rows, shown).double()
         if self.leaves_losses:
             return None
         factors = []

@@ -65,7 +65,9 @@ def evaluate(loss_fn: LossFn, microbatch: Microbatch) -> tuple[Tensor, Tensor | 
     if loss.dim() == 1 and loss.numel() == microbatch.size:
         return microbatch.mean(loss), loss.detach()
     if microbatch.weights is not None:
-        if microbatch.weights.are_required and microbatch.size > 1:
+        if microbatch.size == 1:  # its mean is its loss
+            return microbatch.mean(loss.reshape(1)), loss.detach().reshape(1)
+        if microbatch.weights.are_required:
             raise MeanOfExamplesError
         microbatch.weights.multipliers([microbatch.positions], loss.reshape(1))
     return loss if loss.dim() == 0 else loss.reshape(()), None

@@ -63,6 +63,7 @@ class StepRecord:
         self._effective: list[float] = []  # sums of the weights of their examples
         self._is_weighted = False  # whether examples have weights of their own
         self._examples_of_all = 0  # over all ranks, if examples have weights
+        self._largest_of_all = 0  # micro-batch
         self._domains: list[Hashable] = []
         self._ids: list[tuple[Hashable, ...]] = []
         self._found: list[_Found] = []
@@ -167,9 +168,15 @@ class StepRecord:
                 self._domains,
             )
 
-    def note_examples(self, weighted: bool, examples: int) -> None:
-        """Note how many examples all ranks have together, and whether they have weights."""
-        self._is_weighted, self._examples_of_all = weighted, examples
+    @property
+    def largest(self) -> int:
+        """The size of the largest micro-batch."""
+        return max(self._sizes, default=0)
+
+    def note_examples(self, examples: int, largest: int) -> None:
+        """Note how many weighted examples all ranks have, and their largest micro-batch."""
+        self._is_weighted = True
+        self._examples_of_all, self._largest_of_all = examples, largest
 
     def domains_of_examples(self, key: Callable[[Hashable], int]) -> list[int]:
         """Return the key of each example's domain."""
@@ -258,7 +265,8 @@ class StepRecord:
         total = total.clamp(min=max(examples, 1) / 1000)
         if self.policy.reduction == "mean":
             return total
-        size = min(self.policy.microbatch_size or max(self._sizes, default=1), max(examples, 1))
+        largest = max(self._largest_of_all, self.largest, 1)
+        size = min(self.policy.microbatch_size or largest, max(examples, 1))
         return total * (size / max(examples, 1))
 
     def _poison(self) -> Tensor | float:

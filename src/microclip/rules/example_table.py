@@ -60,7 +60,7 @@ class ExampleTable:
         return rows
 
     def add(self, keys: Tensor) -> Tensor:
-        """Return the row of each key, after counting a visit; each key may occur only once."""
+        """Return the row of each key, after counting a visit; a repeated key counts once."""
         if not len(keys):
             return keys
         if self._index is None and self._has_gaps(keys):
@@ -72,7 +72,7 @@ class ExampleTable:
             rows = self._index.add(keys)
             self._reserve(len(self._index))
         seen = self._columns["visits"][rows]
-        self._count += int((seen == 0).sum())
+        self._count += int(torch.unique(rows[seen == 0]).numel())
         self._columns["visits"][rows] = torch.where(seen == MOST, seen, seen + 1)
         if self._index is not None and self._index.is_sorted:
             self._drop_index()
@@ -135,20 +135,34 @@ class ExampleTable:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned."""
-        count, columns = state["count"], state["columns"]
+        count, columns, keys = (state.get(name) for name in ("count", "columns", "keys"))
+        if not isinstance(count, int) or not isinstance(columns, dict):
+            raise ValueError(
+                "The record of examples has the entries 'count', 'keys' and 'columns', but got "
+                f"{ {name: type(value).__name__ for name, value in state.items()} }."
+            )
         if columns.keys() != self._types.keys() or any(len(c) != count for c in columns.values()):
             shapes = {name: tuple(column.shape) for name, column in columns.items()}
             raise ValueError(
                 f"The record of {count} examples should have the columns "
                 f"{sorted(self._types)}, one entry per example, but has {shapes}."
             )
-        self.__init__(**{n: k for n, k in self._types.items() if n != "visits"})  # type: ignore[misc]
-        if not count:
-            return
-        keys = torch.arange(count) if state["keys"] is None else state["keys"]
-        rows = self.add(keys)
-        for name, column in columns.items():
-            self._columns[name][rows] = column.to(self._types[name])
+        keys = torch.arange(count) if keys is None else keys
+        if (
+            keys.dtype != torch.int64
+            or keys.shape != (count,)
+            or torch.unique(keys).numel() != count
+        ):
+            raise ValueError(
+                f"The record of {count} examples has {torch.unique(keys).numel()} different keys of type "
+                f"{keys.dtype}: it is damaged."
+            )
+        fresh = ExampleTable(**{n: k for n, k in self._types.items() if n != "visits"})
+        if count:
+            rows = fresh.add(keys)
+            for name, column in columns.items():
+                fresh._columns[name][rows] = column.to(self._types[name])
+        self.__dict__.update(fresh.__dict__)  # all at once, so that an error changes nothing
 
 
 class _Index:
@@ -220,22 +234,32 @@ def keys_of(ids: Sequence[Hashable]) -> tuple[Tensor, str]:
         examples = ", ".join(repr(next(i for i in ids if _kind(i) == kind)) for kind in kinds)
         raise TypeError(f"ids must be of one type to be remembered, but are mixed: {examples}.")
     kind = kinds.pop() if kinds else "int"
-    if kind == "bool":
+    if kind in ("bool", "NoneType") or " at 0x" in repr(ids[0] if len(ids) else ""):
         raise TypeError(
-            "ids must tell examples apart, but they are True and False. Use the position of each "
-            "example in the data set."
+            f"ids must tell examples apart, now and after a restart, but they are {kind} objects "
+            f"such as {ids[0]!r}. Use the position of each example in the data set."
         )
     if kind == "int":
+        numbers = [operator.index(i) for i in ids]  # type: ignore[arg-type]
         try:
-            return _integers(map(operator.index, ids)), kind  # type: ignore[arg-type]
-        except OverflowError:
-            kind = "large int"
+            return _integers(numbers), kind
+        except OverflowError:  # unsigned hashes and larger
+            return _integers(_wrapped(number) for number in numbers), kind
     return _integers(map(_digest, ids)), kind
+
+
+def _wrapped(number: int) -> int:
+    """Return an integer of 64 bits."""
+    if -(2**63) <= number < 2**64:
+        return number if number < 2**63 else number - 2**64
+    return _digest(number)
 
 
 def _kind(value: Hashable) -> str:
     if isinstance(value, bool):
         return "bool"
+    if isinstance(value, str):
+        return "str"
     return "int" if hasattr(value, "__index__") else type(value).__name__
 
 

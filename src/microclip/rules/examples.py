@@ -9,6 +9,7 @@ micro-batches of weighted examples.
 from __future__ import annotations
 
 import math
+import operator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -44,6 +45,8 @@ class ExampleRule(Rule):
     needs_losses: ClassVar[bool] = False  # whether `weigh` gets the losses of the current step
     needs_norms: ClassVar[bool] = False  # whether `remember` gets norms, which takes b = 1
     needs_ids: ClassVar[bool] = True  # whether examples must have ids
+    clip: Rule | None = None
+    total_steps: int | None = None
 
     def __init__(self, *, clip: Rule | None = None, total_steps: int | None = None) -> None:
         if clip is not None and (not isinstance(clip, Rule) or isinstance(clip, ExampleRule)):
@@ -118,12 +121,15 @@ def check_total_steps(total_steps: object) -> int | None:
     """Return a valid number of steps, or None."""
     if total_steps is None:
         return None
-    if isinstance(total_steps, bool) or not isinstance(total_steps, int) or total_steps < 1:
+    steps = 0
+    if not isinstance(total_steps, bool) and hasattr(total_steps, "__index__"):
+        steps = operator.index(total_steps)
+    if steps < 1:
         raise ValueError(
             "total_steps must be how many optimizer steps training will have, or None, but got "
             f"{total_steps!r}."
         )
-    return total_steps
+    return steps
 
 
 class LossWeight(ExampleRule):
@@ -134,7 +140,7 @@ class LossWeight(ExampleRule):
     the median keeps its weight, one beyond `high` loses it, and in between it falls linearly.
 
     >>> rule = LossWeight(low=2, high=4)
-    >>> rule.center, rule.spread = 1.0, 0.5
+    >>> rule.center, rule.spread, rule.seen = 1.0, 0.5, 100
     >>> rule.weigh(torch.zeros(3, dtype=torch.int64), torch.tensor([1.2, 2.5, 9.0]))
     tensor([1.0000, 0.5000, 0.0000])
     """
@@ -142,6 +148,7 @@ class LossWeight(ExampleRule):
     needs_losses = True
     needs_ids = False
     MEMORY = 0.9  # the share of the past in the averages
+    FEW = 20  # losses, before which nothing is known about them
 
     def __init__(self, low: float = 2.0, high: float = 4.0, *, clip: Rule | None = None) -> None:
         super().__init__(clip=clip)
@@ -151,6 +158,7 @@ class LossWeight(ExampleRule):
             )
         self.low, self.high = float(low), float(high)
         self.center = self.spread = math.nan  # unknown before the first step
+        self.seen = 0  # losses
 
     def _settings(self) -> dict[str, Any]:
         return {"low": self.low, "high": self.high, "clip": self.clip}
@@ -158,7 +166,7 @@ class LossWeight(ExampleRule):
     def weigh(self, keys: Tensor, losses: Tensor | None) -> Tensor:
         """Return 1 for ordinary losses, down to 0 for those that stand out."""
         assert losses is not None
-        if math.isnan(self.center):
+        if self.seen < self.FEW or not self.spread > 0:
             return torch.ones_like(losses)
         distance = (losses - self.center) / self.spread
         weights = ((self.high - distance) / (self.high - self.low)).clamp(0, 1)
@@ -169,12 +177,17 @@ class LossWeight(ExampleRule):
         losses = seen.losses[seen.losses.isfinite()]
         if not len(losses):
             return
+        self.seen += len(losses)
         center = losses.median().item()
-        spread = 1.4826 * (losses - center).abs().median().item()
-        spread = max(spread, 1e-6 * abs(center), 1e-12)
-        moved = abs(center - self.center) > self.low * self.spread
+        # small batches have no spread of their own
+        distances = (losses - (center if math.isnan(self.center) else self.center)).abs()
+        spread = 1.4826 * distances.median().item()
+        if not spread > 0.1 * distances.mean().item():  # most losses are equal, such as 0
+            spread = 1.2533 * distances.mean().item()
+        moved = len(losses) > 2 and abs(center - self.center) > self.low * self.spread
         if math.isnan(self.center) or moved:
-            self.center, self.spread = center, spread
+            own = 1.4826 * (losses - center).abs().median().item()
+            self.center, self.spread = center, own if moved and own > 0 else spread
         else:
             old = self.MEMORY
             self.center = old * self.center + (1 - old) * center
@@ -182,11 +195,17 @@ class LossWeight(ExampleRule):
 
     def state_dict(self) -> dict[str, Any]:
         """Return median and spread for a checkpoint."""
-        own = {"center": self.center, "spread": self.spread}
+        own = {"center": self.center, "spread": self.spread, "seen": self.seen}
         return own if self.clip is None else {**own, "clip": self.clip.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned."""
+        if not {"center", "spread", "seen"} <= state.keys():
+            raise ValueError(
+                "The state of LossWeight has the entries 'center', 'spread' and 'seen', but got "
+                f"{sorted(map(str, state))}: the checkpoint was written with another rule."
+            )
         self.center, self.spread = float(state["center"]), float(state["spread"])
+        self.seen = int(state["seen"])
         if self.clip is not None:
             self.clip.load_state_dict(state.get("clip", {}))

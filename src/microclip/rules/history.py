@@ -40,10 +40,25 @@ FEW_VISITS = 8  # below this, training is too short to tell
 UNTOLD = 10  # visits after which the trial starts if nobody said how long training takes
 ITERATIONS = 25
 SAMPLE = 100_000  # averages that the mixture is fitted to, at most
+ABSURD = 10.0  # times the 99 % quantile, beyond which averages count as that much
 SMALL = 20  # examples of a domain, below which none of them is held back
 APART = 4.0  # separation of the groups within a domain, below which none of it is held back
 
+COLUMNS = {
+    "average": torch.float32,  # of losses or norms
+    "before": torch.float32,  # the last loss while it was not held back
+    "last": torch.float32,  # loss
+    "domain": torch.int16,
+    "held": torch.bool,  # whether it was held back at its last visit
+}
+STATE = {
+    "kind", "phase", "mixtures", "domains", "steps", "visits", "checked", "trial_start", "trials",
+    "was_learned", "first_loss", "table", "clip",
+}  # fmt: skip
+
 Phase = Literal["watching", "trial", "holding", "released", "off"]
+
+LARGEST = torch.finfo(torch.float32).max
 
 logger = logging.getLogger("microclip")
 
@@ -62,15 +77,21 @@ class Mixture:
     def fit(cls, values: Tensor) -> Mixture | None:
         """Fit by expectation maximization; None if the values do not vary."""
         values = values.double()
-        if len(values) > SAMPLE:
-            values = values[:: -(-len(values) // SAMPLE)]
+        if len(values) > SAMPLE:  # at random, but the same on every rank
+            generator = torch.Generator().manual_seed(len(values))
+            values = values[torch.randint(len(values), (SAMPLE,), generator=generator)]
         if len(values) < 2:
             return None
+        # a few absurd values must not hide the rest
+        ordinary = values.kthvalue(math.ceil(0.99 * len(values))).values
+        values = values.clamp(max=torch.where(ordinary > 0, ABSURD * ordinary, values.max()))
         variance = values.var(correction=0)
         if not variance > 1e-12 * values.square().mean():
             return None
         floor = 1e-3 * variance
         means = torch.quantile(values, torch.tensor([0.25, 0.9], dtype=torch.float64))
+        if means[0] == means[1]:
+            means[1] = values.max()
         variances = variance.expand(2).clone()
         shares = torch.tensor([0.5, 0.5], dtype=torch.float64)
         for _ in range(ITERATIONS):
@@ -137,13 +158,7 @@ class LossHistory(ExampleRule):
         if not is_number(most) or not 0 < most <= 1:
             raise ValueError(f"most must be a share between 0 and 1, but got {most!r}.")
         self.most = float(most)
-        self.table = ExampleTable(
-            average=torch.float32,  # of losses or norms
-            before=torch.float32,  # the last loss while it was not held back
-            last=torch.float32,  # loss
-            domain=torch.int16,
-            held=torch.bool,  # whether it was held back at its last visit
-        )
+        self.table = ExampleTable(**COLUMNS)
         self.phase: Phase = "watching"
         self.mixtures: dict[int, Mixture | None] = {}  # by number of the domain; -1: of all
         self._domains: dict[int, int] = {0: 0}  # numbers of domains by key
@@ -183,16 +198,20 @@ class LossHistory(ExampleRule):
         if common is not None:
             found = common.weights(averages)
         domains = self.table["domain"][rows]
-        for number, mixture in self.mixtures.items():
-            if number >= 0:
-                here = domains == number
-                found[here] = 1.0 if mixture is None else mixture.weights(averages[here])
+        if len(self.mixtures) > 1:
+            exempt = torch.zeros(2**15, dtype=torch.bool)
+            exempt[[n for n, mixture in self.mixtures.items() if n >= 0 and mixture is None]] = True
+            found[exempt[domains.long()]] = 1.0
+            for number, mixture in self.mixtures.items():
+                if number >= 0 and mixture is not None:
+                    here = domains == number
+                    found[here] = mixture.weights(averages[here])
         found[self.table["visits"][rows] < VISITS] = 1.0
         return found
 
     def remember(self, seen: Seen) -> None:
         """Add the losses of a step to the record, and look at the whole of it once per epoch."""
-        self._steps = seen.step + 1
+        self._steps += 1
         values = self._values(seen)
         usable = seen.losses.isfinite() & values.isfinite()
         columns = [seen.keys, seen.losses, values, seen.weights.double(), seen.domains]
@@ -209,7 +228,8 @@ class LossHistory(ExampleRule):
         # the first loss says nothing: nothing was learned when it was taken
         share = (1 - 1 / visits.clamp(min=1)).clamp(max=MEMORY)
         average = share * table["average"][rows].double() + (1 - share) * values
-        table["average"][rows] = average.float()
+        losses = losses.clamp(-LARGEST, LARGEST)  # beyond float32
+        table["average"][rows] = average.clamp(-LARGEST, LARGEST).float()
         table["last"][rows] = losses.float()
         held = weights < 0.5
         table["before"][rows] = torch.where(held, table["before"][rows], losses.float())
@@ -380,6 +400,7 @@ class LossHistory(ExampleRule):
     def state_dict(self) -> dict[str, Any]:
         """Return the whole record for a checkpoint: 16 bytes per example, and a few numbers."""
         return {
+            "kind": type(self).__name__,
             "phase": self.phase,
             "mixtures": {n: m and asdict(m) for n, m in self.mixtures.items()},
             "domains": dict(self._domains),
@@ -396,15 +417,19 @@ class LossHistory(ExampleRule):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned."""
-        if "table" not in state:
+        missing = sorted(STATE - state.keys())
+        if missing or state["kind"] != type(self).__name__:
+            what = f"that of {state['kind']}" if "kind" in state else f"without {missing}"
             raise ValueError(
-                f"The state of {type(self).__name__} has an entry 'table', but got "
-                f"{sorted(map(str, state))}: the checkpoint was written with another rule."
+                f"{type(self).__name__} cannot use this state, which is {what}: the checkpoint was "
+                "written with another rule, or is damaged."
             )
-        self.table.load_state_dict(state["table"])
+        table = ExampleTable(**COLUMNS)
+        table.load_state_dict(state["table"])
         mixtures = state["mixtures"].items()
         self.mixtures = {int(n): None if m is None else Mixture(**m) for n, m in mixtures}
         self._domains = {int(key): number for key, number in state["domains"].items()}
+        self.table = table
         self.phase = state["phase"]
         self._steps, self._visits = state["steps"], state["visits"]
         self._checked, self._trial_start = state["checked"], state["trial_start"]

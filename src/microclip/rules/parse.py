@@ -47,12 +47,23 @@ def _rule(node: ast.expr, text: str) -> Rule:
     if name not in KNOWN:
         raise ValueError(f"There is no rule {text!r}; there are {', '.join(KNOWN)}.")
     values = [_value(value, text) for value in call.args]
-    return KNOWN[name](*values, **{str(w.arg): _value(w.value, text) for w in call.keywords})
+    named = {str(word.arg): _value(word.value, text) for word in call.keywords}
+    try:
+        return KNOWN[name](*values, **named)
+    except TypeError as error:
+        raise ValueError(f"{text!r} is not a rule: {error}.") from error
 
 
 def _value(node: ast.expr, text: str) -> Any:
     """Return an argument: a number, a string, or another rule."""
-    return _rule(node, text) if isinstance(node, ast.Name | ast.Call) else ast.literal_eval(node)
+    if isinstance(node, ast.Name | ast.Call):
+        return _rule(node, text)
+    try:
+        return ast.literal_eval(node)
+    except ValueError as error:
+        raise ValueError(
+            f"{ast.unparse(node)!r} in {text!r} is neither a number, a string nor a rule."
+        ) from error
 
 
 def _class_name(name: str) -> str:
