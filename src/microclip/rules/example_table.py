@@ -148,13 +148,10 @@ class ExampleTable:
                 f"{sorted(self._types)}, one entry per example, but has {shapes}."
             )
         keys = torch.arange(count) if keys is None else keys
-        if (
-            keys.dtype != torch.int64
-            or keys.shape != (count,)
-            or torch.unique(keys).numel() != count
-        ):
+        different = torch.unique(keys).numel()
+        if keys.dtype != torch.int64 or keys.shape != (count,) or different != count:
             raise ValueError(
-                f"The record of {count} examples has {torch.unique(keys).numel()} different keys of type "
+                f"The record of {count} examples has {different} different keys of type "
                 f"{keys.dtype}: it is damaged."
             )
         fresh = ExampleTable(**{n: k for n, k in self._types.items() if n != "visits"})
