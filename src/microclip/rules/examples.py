@@ -148,7 +148,7 @@ class LossWeight(ExampleRule):
     needs_losses = True
     needs_ids = False
     MEMORY = 0.9  # the share of the past in the averages
-    FEW = 20  # losses, before which nothing is known about them
+    FEW = 12  # losses, before which nothing is known about them
 
     def __init__(self, low: float = 2.0, high: float = 4.0, *, clip: Rule | None = None) -> None:
         super().__init__(clip=clip)
