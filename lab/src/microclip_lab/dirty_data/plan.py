@@ -35,8 +35,11 @@ def rate_of(k: int) -> float:
 
 
 def best_of(scores: Mapping[int, float], start: int) -> int:
-    """Return the k with the best score; of equal ones, the one nearest to the start."""
-    return max(scores, key=lambda k: (scores[k], -abs(k - start), -k))
+    """Return the k with the best score; of equal ones, the one nearest to the start.
+
+    Records keep three digits, which must not decide.
+    """
+    return max(scores, key=lambda k: (round(scores[k], 2), -abs(k - start), -k))
 
 
 def next_rates(scores: Mapping[int, float], start: int) -> list[int]:
