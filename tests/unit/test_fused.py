@@ -10,6 +10,7 @@ from microclip.engines.base import CannotFuseError
 from microclip.engines.single_pass import convolution
 from microclip.engines.single_pass.contributions import Groups, Materialized, MaterializedParts
 from microclip.engines.single_pass.convolution import Geometry, Patches
+from microclip.engines.single_pass.recorder import Recorder
 from microclip.engines.single_pass.rows import EmbeddingRows, Rows, squared_norms, sum_of
 from microclip.microbatches import cut
 
@@ -398,3 +399,17 @@ class TestRefusals:
             torch.randn(4, 3),
             r"some examples have several: the losses belong to examples \[0, 0, 2, 3\]",
         )
+
+
+def test_passes_that_never_began_leave_room_for_others():
+    """A recorder that an interrupt kept from watching, however often."""
+    parameters = dict(nn.Linear(2, 1).named_parameters())
+    dropped = [Recorder(parameters, Groups([1, 1]), [], {}, None) for _ in range(3)]
+    marks = {recorder.tracker.mark for recorder in dropped}
+    assert len(marks) == 3  # what is alive does not share
+    del dropped
+    assert Recorder(parameters, Groups([1, 1]), [], {}, None).tracker.mark in marks
+    kept = [Recorder(parameters, Groups([1, 1]), [], {}, None) for _ in range(1500)]
+    assert len({recorder.tracker.mark for recorder in kept}) == 1500
+    model, x = nn.Linear(3, 2), torch.randn(4, 3)
+    assert_equals_twin(model, lambda x: model(x).pow(2).mean(1), x, tolerance=1e-5)

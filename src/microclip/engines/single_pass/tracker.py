@@ -37,7 +37,8 @@ from microclip.engines.single_pass.owners import (
 )
 
 Rule = Callable[..., Any]
-_free_slots = list(range(1024))  # one attribute for each active tracker, on any thread
+_free_slots: list[int] = []  # given back by trackers that are done
+_new_slots = itertools.count()  # one attribute for each active tracker, on any thread
 _operations: dict[Any, Operation] = {}  # those seen so far
 _serials = itertools.count(1)
 _CONTAINERS = (list, tuple)
@@ -99,8 +100,17 @@ class _Writing:
         return self._offset
 
 
+def _take_slot() -> int:
+    try:
+        return _free_slots.pop()
+    except IndexError:
+        return next(_new_slots)
+
+
 class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Marks every tensor that depends on the examples or on recorded parameters."""
+
+    _slot = -1  # until it has one
 
     def __init__(self, examples: int, model: nn.Module | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -110,7 +120,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.derived: dict[int, Tensor] = {}  # by id; held, so that ids are not reused
         self._model = model
         self._serial = next(_serials)
-        self._slot = _free_slots.pop(0)
+        self._slot = _take_slot()
         self.mark = f"_microclip_owner_{self._slot}"
         self._clock = 0
         self._written: dict[int, _Writing] = {}
@@ -122,9 +132,13 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def close(self) -> None:
         """Release the attribute for another tracker."""
-        if self._slot >= 0:
-            _free_slots.insert(0, self._slot)
-            self._slot = -1
+        slot, self._slot = self._slot, -1
+        if slot >= 0:
+            _free_slots.append(slot)
+
+    def __del__(self) -> None:
+        # one that an interrupt kept from being closed
+        self.close()
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
