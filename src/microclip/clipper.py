@@ -265,6 +265,7 @@ class Clipper:
         microbatch = Microbatch(None, range(size), None, names or tuple(range(size)))
         weighted = self._weighted(microbatch, losses, ids)
         self._examples.forget_last()  # fold() comes to the same weights
+        self._examples.weighted_for = size, names
         return weighted.mean(losses)
 
     @contextmanager
@@ -536,6 +537,8 @@ class Clipper:
         kept = [parameter.grad for parameter in parameters.values()]
         step = self._current()
         engine = step.stream(parameters)
+        if self._examples is not None and loss is not None and loss.shape == (size,):
+            self._examples.expect_weighted(size, names)
         names = names or tuple(range(step.record.examples, step.record.examples + size))
         try:
             microbatch = Microbatch(None, range(size), domain, names)

@@ -94,6 +94,26 @@ class ExampleStep:
     def __init__(self, rule: ExampleRule, ids: ExampleIds, step: int) -> None:
         self._rule, self._ids, self._step = rule, ids, step
         self._parts: list[tuple[Tensor, ExampleWeights, list[int]]] = []
+        # size and ids of what weighted_loss() returned last, until it is folded
+        self.weighted_for: tuple[int, tuple[Any, ...]] | None = None
+
+    def expect_weighted(self, size: int, names: tuple[Any, ...]) -> None:
+        """Refuse the gradient of several examples that were not weighted before the backward."""
+        found, self.weighted_for = self.weighted_for, None
+        if size == 1 or found == (size, names) or self._rule.needs_norms:
+            return
+        name = type(self._rule).__name__
+        reason = (
+            f"this is the gradient of a plain mean of {size} losses"
+            if found is None
+            else "weighted_loss() was called for other examples than these"
+        )
+        raise ValueError(
+            f"{name} weights examples, but {reason}. Call weighted_loss() before every fold(), "
+            "with the same losses and ids: clipper.weighted_loss(losses, ids=ids).backward(); "
+            "clipper.fold(loss=losses, ids=ids). To weight whole micro-batches instead, pass "
+            "fold() their mean: loss=losses.mean()."
+        )
 
     def weigh(
         self,

@@ -91,6 +91,47 @@ def test_losses_that_were_scaled():
     assert clipper.policy.rule.center == pytest.approx(other.policy.rule.center)
 
 
+def test_a_plain_mean_is_refused():
+    """Its gradient does not have the weights that the rule would claim; nothing is lost."""
+    model, clipper = setup(ByKey())
+    x, y = data()
+    losses = losses_of(model, (x, y))
+    clipper.weighted_loss(losses[:4], ids=range(4)).backward(retain_graph=True)
+    clipper.fold(loss=losses[:4], ids=range(4))
+    losses[4:].mean().backward()
+    gradient = [p.grad.clone() for p in model.parameters()]
+    with pytest.raises(ValueError, match="ByKey weights examples, but this is the gradient of a pl"):
+        clipper.fold(loss=losses[4:], ids=range(4, 8))
+    assert all(map(torch.equal, [p.grad for p in model.parameters()], gradient))
+    model.zero_grad()
+    losses = losses_of(model, (x, y))
+    clipper.weighted_loss(losses[4:], ids=range(4, 8)).backward()
+    clipper.fold(loss=losses[4:], ids=range(4, 8))
+    wanted, other = setup(ByKey())
+    other.backward(lambda b: losses_of(wanted, b), (x, y), ids=range(8))
+    clipper.finish()
+    gradients = [[p.grad for p in each.parameters()] for each in (model, wanted)]
+    properties.assert_close(*gradients, 1e-6)
+
+
+@pytest.mark.parametrize("ids", [range(1, 9), range(7), None])
+def test_weights_of_other_examples_are_refused(ids):
+    model, clipper = setup(LossWeight())
+    losses = losses_of(model, data())
+    clipper.weighted_loss(losses, ids=range(8)).backward()
+    size = 8 if ids is None else len(ids)
+    with pytest.raises(ValueError, match="was called for other examples than these"):
+        clipper.fold(loss=losses[:size].detach(), ids=ids)
+
+
+def test_means_weight_micro_batches():
+    model, clipper = setup(ByKey())
+    losses = losses_of(model, data())
+    losses.mean().backward()
+    clipper.fold(loss=losses.mean(), ids=range(8))
+    assert clipper.finish().sizes.tolist() == [8]
+
+
 @pytest.mark.parametrize("losses", [torch.tensor(1.0), torch.zeros(2, 2), 3.0, torch.zeros(0)])
 def test_anything_but_one_loss_per_example_is_refused(losses):
     _, clipper = setup(LossHistory())
