@@ -39,8 +39,7 @@ def open_whole(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
     The content reaches the disk before the name does.
     """
     target = Path(path)
-    if not target.parent.is_dir():
-        raise FileNotFoundError(f"Cannot write {target}: {target.parent} is not a folder.")
+    require_file_name(target)
     temporary = target.parent / f".{secrets.token_hex(16)}.tmp"
     try:
         with temporary.open("wb") as file:
@@ -53,6 +52,15 @@ def open_whole(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
         temporary.unlink(missing_ok=True)
         raise
     sync_folder(target.parent)
+
+
+def require_file_name(path: str | os.PathLike[str]) -> None:
+    """Raise an error unless a file may be written at `path`; call it before a long computation."""
+    target = Path(path)
+    if target.is_dir():
+        raise IsADirectoryError(f"Cannot write {target}: it is a folder. Name a file in it.")
+    if not target.parent.is_dir():
+        raise FileNotFoundError(f"Cannot write {target}: {target.parent} is not a folder.")
 
 
 def write_whole(path: str | os.PathLike[str], content: bytes) -> None:

@@ -403,6 +403,8 @@ layer = torch.nn.Linear(3, 1)
 def good():
     x = torch.randn(2, 16, 3, generator=torch.Generator().manual_seed(0))
     return layer, lambda x: (layer(x).squeeze(1) - x[:, 0]).square(), list(x)
+def needy(x):
+    return x
 def short():
     return layer
 def meany():
@@ -413,6 +415,7 @@ def meany():
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     (tmp_path / "probe_tasks_here.py").write_text(TASKS)
+    (tmp_path / "probe_broken.py").write_text("import nowhere")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     yield tmp_path
@@ -433,10 +436,14 @@ def test_the_command(folder, capsys):
 @pytest.mark.parametrize(
     ("task", "options", "message"),
     [
-        ("probe_tasks_here:nothing", "", "has no function nothing"),
+        ("probe_tasks_here:nothing", "", "'probe_tasks_here' has no function 'nothing'"),
+        ("probe_tasks_here:needy", "", "probe_tasks_here:needy is called without arguments, but n"),
         ("probe_tasks_here:short", "", "must return \\(model, loss_fn, batches\\), but .* Linear"),
         ("probe_tasks_here:meany", "", "one loss per example"),
-        ("not_there_at_all:x", "", "No module named 'not_there_at_all'"),
+        ("not_there_at_all:x", "", "There is no module 'not_there_at_all', neither in /.* nor in"),
+        ("not_there.at_all:x", "", "There is no module 'not_there.at_all'.* --task tasks:digits"),
+        ("probe_tasks_here.py:good", "", "There is no module 'probe_tasks_here.py'"),
+        ("probe_broken:x", "", "'probe_broken' cannot be imported: No module named 'nowhere'"),
         ("probe_tasks_here:good", "--rules Max", "There is no rule 'Max'; there are Automatic"),
         ("probe_tasks_here:good", "--rules 1+", "'1\\+' is not a rule"),
         ("probe_tasks_here:good", "--sizes 99", "must not be larger than B = 16"),
@@ -448,11 +455,13 @@ def test_mistakes_end_in_a_message(task, options, message):
         main(["probe", "--task", task, *options.split()])
 
 
-def test_a_task_must_have_a_colon(capsys):
+@pytest.mark.parametrize("task", ["tasks", "tasks:", ":digits", ".tasks:digits", "/a/b.py:digits"])
+def test_a_task_is_a_module_and_a_function(task, capsys):
     with pytest.raises(SystemExit):
-        main(["probe", "--task", "tasks"])
+        main(["probe", "--task", task])
     error = " ".join(capsys.readouterr().err.replace("│", " ").split())
     assert "task must be written as module:function" in error
+    assert f"but got {task!r}." in error
 
 
 def test_rules_as_text():

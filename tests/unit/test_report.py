@@ -321,8 +321,12 @@ def test_a_page_that_cannot_be_written_is_an_error(tmp_path, capsys):
     run = sweep(tmp_path / "runs", sizes=(None,), seeds=(0,))[0]
     assert main(["report", str(run), "--output", str(tmp_path / "no" / "page.html")]) == 1
     assert "is not a folder" in capsys.readouterr().err
-    (tmp_path / "taken").mkdir()
-    assert main(["report", str(run), "--output", str(tmp_path / "taken")]) == 1
+    taken = tmp_path / "taken"
+    taken.mkdir()
+    assert main(["report", str(run), "--output", str(taken)]) == 1
+    wanted = f"microclip: Cannot write {taken}: it is a folder. Name a file in it.\n"
+    assert capsys.readouterr().err == wanted  # before the run is read
+    assert not list(taken.iterdir())
 
 
 @pytest.mark.parametrize(

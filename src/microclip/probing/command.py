@@ -6,6 +6,7 @@ imported once the options are known, so `--help` does not wait for torch.
 
 from __future__ import annotations
 
+import inspect
 import sys
 from dataclasses import dataclass
 from importlib import import_module
@@ -49,10 +50,11 @@ class ProbeConfig:
     """Where to save a plot; the file extension sets the format."""
 
     def __post_init__(self) -> None:
-        module, colon, function = self.task.partition(":")
-        if not (module and colon and function):
+        module, _, function = self.task.partition(":")
+        if not all(name.isidentifier() for name in (*module.split("."), function)):
             raise ValueError(
-                f"task must be written as module:function, as in tasks:digits, but got {self.task}."
+                "task must be written as module:function, as in tasks:digits for the function "
+                f"digits in tasks.py, but got {self.task!r}."
             )
 
 
@@ -89,13 +91,37 @@ def find_task(name: str) -> tuple[Any, Any, Any]:
     folder = str(Path.cwd())
     if folder not in sys.path:
         sys.path.insert(0, folder)
-    module = import_module(module_name)
+    try:
+        module = import_module(module_name)
+    except ImportError as error:
+        if error.name is not None and f"{module_name}.".startswith(f"{error.name}."):
+            raise ValueError(
+                f"There is no module {module_name!r}, neither in {folder} nor installed. For the "
+                "function digits in tasks.py, run this in its folder with --task tasks:digits."
+            ) from error
+        raise ValueError(f"The module {module_name!r} cannot be imported: {error}.") from error
     function = getattr(module, function_name, None)
     if not callable(function):
-        raise ValueError(f"{module_name} has no function {function_name}.")
+        raise ValueError(f"The module {module_name!r} has no function {function_name!r}.")
+    if not _takes_no_arguments(function):
+        raise ValueError(
+            f"{name} is called without arguments, but needs some. Give them default values, or "
+            "name a function that returns (model, loss_fn, batches) without any."
+        )
     made = function()
     if not isinstance(made, tuple) or len(made) != 3:
         raise ValueError(
             f"{name} must return (model, loss_fn, batches), but returned a {type(made).__name__}."
         )
     return made
+
+
+def _takes_no_arguments(function: Any) -> bool:
+    """Whether a function can be called without arguments, as far as Python can tell."""
+    try:
+        inspect.signature(function).bind()
+    except ValueError:  # some built-in functions have no signature
+        return True
+    except TypeError:
+        return False
+    return True

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import microclip
-from microclip.files import write_whole
+from microclip.files import require_file_name, write_whole
 from microclip.report import sections
 from microclip.report.blocks import Page, Paragraph, Section
 from microclip.report.comparison import compare
@@ -47,6 +47,7 @@ def write_report(
         raise TypeError(f"runs must be a list of folders, but got the single {str(runs)!r}.")
     if not runs:
         raise ValueError("runs must name at least one folder.")
+    require_file_name(output)
     paths = list({Path(path).resolve(): Path(path) for path in runs}.values())
     findings = read_findings(paths, gallery, say)
     page = assemble(findings, title or _title(findings.runs[0].name, len(paths)))
