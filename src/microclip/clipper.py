@@ -296,6 +296,7 @@ class Clipper:
         step, examples = self._current(), self._examples
         engine, record = step.engine, step.record
         parameters = trainable(self.model) if engine is None else engine.parameters
+        messages: list[str | Warning] = []
         together = uninterrupted()  # what the rule learns, `.grad` and the ledger
         try:
             self._reshard()
@@ -311,7 +312,8 @@ class Clipper:
                 record.update_rule()
                 if self._example_rule is not None and seen is not None:
                     self._example_rule.remember(seen)
-                    notes += tuple(self._example_rule.messages())
+                    messages = self._example_rule.messages()
+                    notes += tuple(map(str, messages))
                 outcome = record.outcome(engine.name if engine else "none", notes)
                 if examples is not None:
                     outcome = replace(outcome, example_weights=examples.weights())
@@ -325,6 +327,9 @@ class Clipper:
                 self.discard()
             together.release()
             raise
+        for message in messages:
+            if isinstance(message, Warning):
+                warnings.warn(message, stacklevel=3)
         self._mistakes.after(parameters)
         self._mistakes.equal_losses(outcome.losses, outcome.norms, record.step)
         if self._outer_wrapper is not None and self._ddp is None:

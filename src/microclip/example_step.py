@@ -63,6 +63,11 @@ class ExampleIds:
             self._refuse_positions(microbatches, names, step)
         return keys
 
+    @property
+    def latest_kind(self) -> str:
+        """The type of the ids of the step in progress."""
+        return self._latest[0]
+
     def accept(self) -> None:
         """Take note of the ids of a finished step."""
         if self._latest[0]:
@@ -78,7 +83,9 @@ class ExampleIds:
         # labels, if there are any: inputs may be augmented anew in every step
         leaves = [leaf for leaf in microbatches.leaves if leaf.dim() > 0]
         leaves = [leaf for leaf in leaves if not leaf.is_floating_point()] or leaves
-        first = [float(leaf.select(0, 0).detach().double().sum().nan_to_num()) for leaf in leaves]
+        first = [
+            leaf.select(0, 0).detach().cpu().double().sum().nan_to_num().item() for leaf in leaves
+        ]
         if step > 0 and self._first is not None and first != self._first:
             raise ValueError(
                 f"ids are 0 to {len(names) - 1} again in step {step}, but the examples are "
@@ -144,7 +151,7 @@ class ExampleStep:
         weights.are_required = are_required
         weights.leaves_losses = rule.needs_norms
         if scales is not None:
-            weights.scales = scales.detach().double().cpu()
+            weights.scales = scales.detach().cpu().double()
         self._parts.append((keys, weights, order))
         return microbatches.with_weights(weights)
 
@@ -160,7 +167,7 @@ class ExampleStep:
                 f"{self._rule!r} must return a tensor with one weight for each of {len(of)} "
                 f"examples from weigh(), but returned {found or type(weights).__name__}."
             )
-        weights = weights.detach().double().cpu()
+        weights = weights.detach().cpu().double()
         if not bool(((weights >= 0) & weights.isfinite()).all()):
             raise ValueError(
                 f"{self._rule!r} must return finite weights of 0 or more from weigh(), but "
@@ -177,19 +184,20 @@ class ExampleStep:
         """Return what was seen of the examples of all ranks; each of them calls it once."""
         keys = torch.cat([keys for keys, _, _ in self._parts] or [torch.zeros(0).long()])
         domains = torch.tensor(record.domains_of_examples(domain_key), dtype=torch.int64)
-        self._ids.accept()
         scales = torch.cat([w.scales[order] for _, w, order in self._parts] or [torch.zeros(0)])
-        columns = [record.example_losses().cpu() / scales, self.weights()]
+        columns = [record.example_losses() / scales, self.weights()]
         if self._rule.needs_norms:
-            columns.append(record.norms_of_all().double().cpu())
+            columns.append(record.norms_of_all().cpu().double())
         if ranks is not None and ranks.count > 1:
             rows = [keys, domains, *(column.view(torch.int64) for column in columns)]
-            keys, domains, *bits = ranks.gather_examples(self._step, torch.stack(rows))
+            id_type = self._ids.latest_kind if self._parts else ""
+            keys, domains, *bits = ranks.gather_examples(self._step, torch.stack(rows), id_type)
             columns = [column.contiguous().view(torch.float64) for column in bits]
         largest = record.largest
         if ranks is not None and ranks.count > 1 and record.policy.reduction == "sum":
             sizes = ranks.gather_examples(self._step, torch.tensor([[largest]]))
             largest = int(sizes.max())
+        self._ids.accept()
         record.note_examples(len(keys), largest)
         losses, weights, *norms = columns
         return Seen(self._step, keys, losses, weights, domains, norms[0] if norms else None)

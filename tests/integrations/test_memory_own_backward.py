@@ -100,7 +100,9 @@ def test_a_plain_mean_is_refused():
     clipper.fold(loss=losses[:4], ids=range(4))
     losses[4:].mean().backward()
     gradient = [p.grad.clone() for p in model.parameters()]
-    with pytest.raises(ValueError, match="ByKey weights examples, but this is the gradient of a pl"):
+    with pytest.raises(
+        ValueError, match="ByKey weights examples, but this is the gradient of a pl"
+    ):
         clipper.fold(loss=losses[4:], ids=range(4, 8))
     assert all(map(torch.equal, [p.grad for p in model.parameters()], gradient))
     model.zero_grad()

@@ -81,3 +81,9 @@ def test_a_checkpoint_moves_to_another_number_of_ranks(alone, tmp_path, worlds):
         done = processes.run(cells.go_on, after, tmp_path / "after", after, state)
     for each in done:
         assert_same(alone["LossHistory"], each)
+
+
+def test_ids_of_different_types_are_refused(tmp_path):
+    for each in processes.run(cells.ids_of_different_types, 2, tmp_path, 2):
+        assert "different types in step 0 (rank 0: int, rank 1: str)" in each["error"]
+        assert (each["kind"], each["step"]) == ("", 0)

@@ -113,3 +113,17 @@ def go_on(rank: int, world: int, state: Any) -> dict[str, Any]:
 def first_half(rank: int, world: int) -> dict[str, Any]:
     """Train the first half."""
     return train("LossHistory", rank, world, 0, STEPS // 2)
+
+
+def ids_of_different_types(rank: int, world: int) -> dict[str, Any]:
+    """Pass integers on the first rank and strings on the second; return the error."""
+    model = Ddp(processes.Net(torch.float64), find_unused_parameters=True)
+    clipper = Clipper(model, rule=LossHistory(STEPS))
+    x, y = data()
+    error = ""
+    try:
+        ids: Any = [0, 1] if rank == 0 else ["2", "3"]
+        clipper.backward(processes.losses(model), (x[:2], y[:2]), ids=ids)
+    except RuntimeError as found:
+        error = str(found)
+    return {"error": error, "kind": clipper.state_dict()["ids"], "step": clipper.step}

@@ -30,6 +30,15 @@ def losses_of(epoch, hard="stay"):
     return torch.where(WRONG, other, easy) + noise
 
 
+def heard(rule):
+    """Return the rule's messages, and issue its warnings, as a Clipper does."""
+    messages = rule.messages()
+    for message in messages:
+        if isinstance(message, Warning):
+            warnings.warn(message, stacklevel=2)
+    return [str(message) for message in messages]
+
+
 def train(rule, hard="stay", epochs=EPOCHS, ids=None, domains=None, first=0, batch=BATCH):
     """Show the rule the losses of some epochs; return its messages and the last weights."""
     messages = []
@@ -42,7 +51,7 @@ def train(rule, hard="stay", epochs=EPOCHS, ids=None, domains=None, first=0, bat
         for rows in order.split(batch):
             weights = rule.weigh(ids[rows], None)
             rule.remember(Seen(step, ids[rows], losses[rows], weights, domains[rows], losses[rows]))
-            messages += rule.messages()
+            messages += heard(rule)
             step += 1
     return messages, rule.weigh(ids, None)
 
@@ -109,6 +118,7 @@ def test_examples_seen_only_once():
             zeros = torch.zeros(10, dtype=torch.int64)
             assert rule.weigh(keys, None).tolist() == [1.0] * 10
             rule.remember(Seen(step, keys, losses, torch.ones(10), zeros))
+            heard(rule)
 
     show(range(20))
     with pytest.warns(RuntimeWarning, match="no example has been seen twice"):
@@ -403,3 +413,20 @@ def test_statistics_of_clip_are_kept_too():
         [1, 2 / 3]
     )
     assert not rule.streams
+
+
+def test_a_warning_that_is_an_error_comes_after_the_step():
+    """The rule, `.grad` and the count of steps agree, so training can go on."""
+    model = torch.nn.Linear(3, 1)
+    clipper = Clipper(model, rule=LossHistory(4))
+    x = torch.randn(8, 3)
+    clipper.backward(lambda x: model(x).square().sum(1), x, ids=range(8))
+    model.zero_grad()
+    with pytest.raises(RuntimeWarning, match="4 steps visit every example about 4"):
+        clipper.backward(lambda x: model(x).square().sum(1), x, ids=range(8))
+    assert clipper.step == 2
+    assert clipper.policy.rule.state_dict()["steps"] == 2
+    assert model.weight.grad is not None
+    assert "Train longer" in clipper.outcome.notes[0]
+    model.zero_grad()
+    assert clipper.backward(lambda x: model(x).square().sum(1), x, ids=range(8)).step == 2

@@ -235,26 +235,36 @@ class Ranks:
         missing = [name for name, n in zip(parameters, present.tolist(), strict=True) if n == 0]
         return {name: gradient for name, gradient in found.items() if name not in missing}
 
-    def gather_examples(self, step: int, rows: Tensor) -> Tensor:
+    def gather_examples(self, step: int, rows: Tensor, id_type: str = "") -> Tensor:
         """Return the examples of all ranks, rank after rank, as columns of 64-bit integers.
 
-        Every rank calls it, once per step.
+        Every rank calls it, once per step, with the type of its ids if it has any.
         """
         kinds, count = rows.shape
         rows = rows.to(self.device)
+        name = int.from_bytes(id_type.encode()[:7], "big")  # what fits into a number
         while True:
-            message = rows.new_zeros(1 + kinds * self._examples)
-            message[0] = count
+            message = rows.new_zeros(2 + kinds * self._examples)
+            message[0], message[1] = count, name
             if count <= self._examples:
-                message[1:].view(kinds, -1)[:, :count] = rows
+                message[2:].view(kinds, -1)[:, :count] = rows
             heard = message.new_empty(self.count, len(message))
             with self._answered(step):
                 dist.all_gather(list(heard.unbind()), message, group=self.group)
-            counts = heard[:, 0].tolist()
+            counts, names = heard[:, :2].t().tolist()
             if max(counts) <= self._examples:
                 break
             self._examples = max(counts)  # every rank sees the same counts and tries again
-        table = heard[:, 1:].view(self.count, kinds, self._examples)
+        if len(set(filter(None, names))) > 1:
+            types = (
+                each.to_bytes(7, "big").strip(b"\0").decode("utf-8", "replace") for each in names
+            )
+            of_ranks = ", ".join(f"rank {r}: {each or 'none'}" for r, each in enumerate(types))
+            raise DisagreementError(
+                f"The ranks' ids are of different types in step {step} ({of_ranks}), so an example "
+                "would not be recognized on another rank. `.grad` is unchanged."
+            )
+        table = heard[:, 2:].view(self.count, kinds, self._examples)
         return torch.cat([table[r, :, :n] for r, n in enumerate(counts)], 1).cpu()
 
     def copy_from_first(self, tensors: list[Tensor]) -> None:

@@ -81,8 +81,11 @@ class ExampleRule(Rule):
     def remember(self, seen: Seen) -> None:
         """Learn from a finished step; called once per step, with the same data on every rank."""
 
-    def messages(self) -> list[str]:
-        """Return what users should know since the last call, for `outcome.notes`."""
+    def messages(self) -> list[str | Warning]:
+        """Return what users should know since the last call, for `outcome.notes`.
+
+        Warnings among them are also issued, once the step is finished.
+        """
         return []
 
     def _settings(self) -> dict[str, Any]:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import logging
 import math
-import warnings
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -169,7 +168,7 @@ class LossHistory(ExampleRule):
         self._trials = 0  # so far
         self._was_learned = False  # whether most examples were learned when the trial started
         self._first_loss = math.nan  # the mean of the first step
-        self._messages: list[str] = []
+        self._messages: list[str | Warning] = []
         self._warned = False
 
     def _settings(self) -> dict[str, Any]:
@@ -384,10 +383,9 @@ class LossHistory(ExampleRule):
     def _warn(self, text: str) -> None:
         if not self._warned:
             self._warned = True
-            self._messages.append(text)
-            warnings.warn(text, RuntimeWarning, stacklevel=2)
+            self._messages.append(RuntimeWarning(text))
 
-    def messages(self) -> list[str]:
+    def messages(self) -> list[str | Warning]:
         """Return what happened since the last call."""
         found, self._messages = self._messages, []
         return found
