@@ -12,7 +12,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import sharded_checkpoint
 import torch
 
 from microclip.files import DamagedFileError
@@ -23,6 +22,7 @@ from microclip_lab.training.fetch import FetchError, Package
 from microclip_lab.training.train import train
 
 import processes
+import sharded_checkpoint
 from tiny_recipe import Tiny, forget_accelerate, training, weights
 
 RECIPE = Tiny(dropout=0.5)

@@ -9,10 +9,8 @@ from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 
-import corners_recipe
 import pytest
 import torch
-from corners_recipe import Corners, training
 from rich.console import Console
 
 import microclip
@@ -24,6 +22,8 @@ from microclip_lab.sweep.config import SweepConfig
 from microclip_lab.training.config import SettingError
 from microclip_lab.training.train import train
 
+import corners_recipe
+from corners_recipe import Corners, training
 from tiny_recipe import forget_accelerate, weights
 
 QUIET = Console(file=StringIO())

@@ -3,8 +3,9 @@
 A sample of them; all are run by hand: python tests/support/architectures.py --engines fused auto
 """
 
-import architectures
 import pytest
+
+import architectures
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of transformers, about itself and torch
 

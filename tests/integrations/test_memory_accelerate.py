@@ -8,23 +8,13 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from microclip.integrations.accelerate import AcceleratedClipper
-from microclip.rules import ExampleRule, LossHistory, MinNorm
+from microclip.rules import LossHistory, MinNorm
 
 import accelerate_runs
 import properties
 import reference
 from accelerate_runs import COUNT, rows_of
-
-
-class ByKey(ExampleRule):
-    """Weights that are known beforehand."""
-
-    def weigh(self, keys, losses):
-        return weight_of(keys)
-
-
-def weight_of(row):
-    return (row % 4) / 3
+from example_weights import ByKey, corners, weight_of, weighted_mean
 
 
 @pytest.fixture(autouse=True)
@@ -92,9 +82,7 @@ def test_a_step_is_the_weighted_mean_of_its_examples(size, steps, b):
     for gradients, window in zip(found, windows(size, steps), strict=True):
         rows = [row for part in window for row in part]
         each = gradients_of(parts[1], [[row] for row in rows], lambda _, losses: losses)
-        weights = [weight_of(row) for row in rows]
-        wanted = reference.weighted_sum(each, [w / sum(weights) for w in weights])
-        properties.assert_close(gradients, wanted, 1e-5)
+        properties.assert_close(gradients, weighted_mean(each, list(map(weight_of, rows))), 1e-5)
     held = sum(weight_of(row) < 0.5 for part in windows(size, steps)[-1] for row in part)
     assert parts[-1].metrics()["microclip/held_back"] == held
 
@@ -106,8 +94,7 @@ def test_a_mean_loss_weights_micro_batches(size, steps, b):
         pieces = [part[i : i + b] for part in window for i in range(0, len(part), b)]
         each = gradients_of(parts[1], pieces, lambda _, losses: losses.mean())
         sizes = [sum(map(weight_of, piece)) for piece in pieces]
-        wanted = reference.weighted_sum(each, [s / sum(sizes) for s in sizes])
-        properties.assert_close(gradients, wanted, 1e-5)
+        properties.assert_close(gradients, weighted_mean(each, sizes), 1e-5)
 
 
 def test_micro_batches_of_weighted_examples_are_clipped():
@@ -123,14 +110,6 @@ def test_micro_batches_of_weighted_examples_are_clipped():
         sizes = [sum(map(weight_of, piece)) for piece in pieces]
         wanted = reference.clipped_gradient(each, sizes, reference.WEIGH["MinNorm()"])[0]
         properties.assert_close(gradients, wanted, 1e-5)
-
-
-def corners(count=48, wrong=8):
-    """Points around three corners, a few of them with another corner's label."""
-    generator = torch.Generator().manual_seed(2)
-    y = torch.arange(count) % 3
-    x = 3 * F.one_hot(y, 4) + torch.randn(count, 4, generator=generator) / 2
-    return x, torch.where(torch.arange(count) < wrong, (y + 1) % 3, y)
 
 
 def test_resumed_training_is_bit_for_bit_the_same(tmp_path):

@@ -8,32 +8,15 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from microclip.integrations.lightning import MicrobatchClip
-from microclip.rules import ExampleRule, LossHistory, LossWeight, MinNorm, NormHistory
+from microclip.rules import LossHistory, LossWeight, MinNorm, NormHistory
 
 import lightning_runs
 import properties
 import reference
+from example_weights import ByKey, corners, weight_of, weighted_mean
 from lightning_runs import COUNT, LIGHTNING_WARNINGS, loader, rows_of, trainer
 
 pytestmark = LIGHTNING_WARNINGS
-
-
-class ByKey(ExampleRule):
-    """Weights that are known beforehand; keeps what it is shown."""
-
-    def __init__(self, **given):
-        super().__init__(**given)
-        self.seen = []
-
-    def weigh(self, keys, losses):
-        return weight_of(keys)
-
-    def remember(self, seen):
-        self.seen.append(seen)
-
-
-def weight_of(row):
-    return (row % 4) / 3
 
 
 class PerExample(lightning_runs.Model):
@@ -82,10 +65,7 @@ def assert_weighted(model, rule, size, accumulate):
     for found, parts, seen in zip(model.seen, taken, rule.seen, strict=True):
         rows = [row for part in parts for row in part]
         each = gradients_of(model, [[row] for row in rows], lambda _, losses: losses)
-        weights = [weight_of(row) for row in rows]
-        properties.assert_close(
-            found, reference.weighted_sum(each, [w / sum(weights) for w in weights]), 1e-5
-        )
+        properties.assert_close(found, weighted_mean(each, list(map(weight_of, rows))), 1e-5)
         assert seen.keys.tolist() == rows
         x, y = lightning_runs.data()
         losses = F.cross_entropy(model.net(x[rows]), y[rows], reduction="none")
@@ -120,8 +100,7 @@ def test_a_mean_loss_weights_micro_batches(tmp_path, size, accumulate, b):
         pieces = [part[i : i + b] for part in parts for i in range(0, len(part), b)]
         each = gradients_of(model, pieces, lambda _, losses: losses.mean())
         sizes = [sum(map(weight_of, piece)) for piece in pieces]
-        wanted = reference.weighted_sum(each, [size / sum(sizes) for size in sizes])
-        properties.assert_close(found, wanted, 1e-5)
+        properties.assert_close(found, weighted_mean(each, sizes), 1e-5)
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
@@ -175,13 +154,9 @@ def test_equals_plain_lightning_while_all_weights_are_one(tmp_path, b):
     assert found.calls == wanted.calls == 9
 
 
-def learnable(count=48, wrong=8):
-    """Points around three corners, a few of them with another corner's label."""
-    generator = torch.Generator().manual_seed(2)
-    y = torch.arange(count) % 3
-    x = 3 * F.one_hot(y, 4) + torch.randn(count, 4, generator=generator) / 2
-    y[:wrong] = (y[:wrong] + 1) % 3
-    return DataLoader(TensorDataset(x, y, torch.arange(count)), batch_size=16)
+def learnable():
+    x, y = corners()
+    return DataLoader(TensorDataset(x, y, torch.arange(len(x))), batch_size=16)
 
 
 LONG = {"max_epochs": 40, "batches": learnable()}
@@ -290,20 +265,15 @@ def test_domains_are_recorded_and_do_not_change_the_gradient(tmp_path):
     fit(tmp_path, model, rule, clip=clip)
     for found, [rows], seen in zip(model.seen, steps_of(8, 1), rule.seen, strict=True):
         each = gradients_of(model, [[row] for row in rows], lambda _, losses: losses)
-        weights = [weight_of(row) for row in rows]
-        wanted = reference.weighted_sum(each, [w / sum(weights) for w in weights])
-        properties.assert_close(found, wanted, 1e-5)
+        properties.assert_close(found, weighted_mean(each, list(map(weight_of, rows))), 1e-5)
         kinds = dict(zip(seen.keys.tolist(), seen.domains.tolist(), strict=True))
         assert len({kinds[row] for row in rows if row % 2}) == 1
         assert len(set(kinds.values())) == 2
 
 
-@pytest.mark.parametrize("precision", ["bf16-mixed"])
-def test_mixed_precision(tmp_path, precision):
+def test_mixed_precision(tmp_path):
     model = PerExample()
-    fit(tmp_path, model, ByKey(), precision=precision)
+    fit(tmp_path, model, ByKey(), precision="bf16-mixed")
     for found, [rows] in zip(model.seen, steps_of(8, 1), strict=True):
         each = gradients_of(model, [[row] for row in rows], lambda _, losses: losses)
-        weights = [weight_of(row) for row in rows]
-        wanted = reference.weighted_sum(each, [w / sum(weights) for w in weights])
-        properties.assert_close(found, wanted, 0.05)
+        properties.assert_close(found, weighted_mean(each, list(map(weight_of, rows))), 0.05)

@@ -1,13 +1,14 @@
 """Rules that weight examples on two real ranks, in all three stacks: equal to one process."""
 
-import memory_cells
 import pytest
 import torch
 
+import memory_cells
 import processes
 import properties
 import reference
 import stack_cells as cells
+from example_weights import weight_of, weighted_mean
 
 pytestmark = pytest.mark.full
 
@@ -34,13 +35,12 @@ def gradient_of(stack, rows):
             return memory_cells.losses(model, (x[row : row + 1], y[row : row + 1]))
 
     each = reference.microbatch_gradients(loss, list(model.parameters()), rows)
-    weights = [(row % 4) / 3 for row in rows]
-    return reference.weighted_sum(each, [w / sum(weights) for w in weights])
+    return weighted_mean(each, list(map(weight_of, rows)))
 
 
 @pytest.mark.parametrize("stack", STACKS)
 def test_two_ranks_equal_one_process(ranks, stack):
-    steps, rules = zip(*[found[stack] for found in ranks], strict=True)
+    steps, keys, lengths = zip(*[found[stack] for found in ranks], strict=True)
     assert len(steps[0]) == len(steps[1]) == 2
     for number, both in enumerate(zip(*steps, strict=True)):
         rows = [row for parts, _ in both for part in parts for row in part]
@@ -48,6 +48,6 @@ def test_two_ranks_equal_one_process(ranks, stack):
         (_, one), (_, other) = both
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
         properties.assert_close(one, gradient_of(stack, rows), 1e-5)
-        for rule in rules:  # every rank sees the examples of both
-            assert rule.seen[number] == sorted(rows)
-    assert rules[0].total_steps == (None if stack == "accelerate" else 2)
+        for shown in keys:  # every rank sees the examples of both
+            assert shown[number] == sorted(rows)
+    assert lengths[0] == (None if stack == "accelerate" else 2)

@@ -4,30 +4,13 @@ import pytest
 import torch
 from transformers import DataCollatorWithFlattening
 
-from microclip.rules import ExampleRule, LossHistory, LossWeight, MinNorm, NormHistory, Unit
+from microclip.rules import LossHistory, LossWeight, MinNorm, NormHistory, Unit
 
 import properties
 import reference
 import trainers
+from example_weights import ByKey, weight_of
 from trainers import InOrderPlain, Ordered, Watch, trainer, windows
-
-
-class ByKey(ExampleRule):
-    """Weights that are known beforehand; keeps what it is shown."""
-
-    def __init__(self, **given):
-        super().__init__(**given)
-        self.seen = []
-
-    def weigh(self, keys, losses):
-        return weight_of(keys)
-
-    def remember(self, seen):
-        self.seen.append(seen)
-
-
-def weight_of(row):
-    return (row % 4) / 3
 
 
 def numbered(kind):

@@ -1,8 +1,8 @@
 """A rank of a sharded model that raises or sleeps: the others get an OutOfStepError."""
 
-import fsdp_faults
 import pytest
 
+import fsdp_faults
 import processes
 
 SECONDS = 5  # until a rank gives up

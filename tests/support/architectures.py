@@ -25,8 +25,6 @@ from typing import Any
 
 import torch
 import transformers as hf
-from tiny_configs import variants
-from tiny_inputs import EXAMPLES, Maker, Plan, flat, plans
 from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.overrides import TorchFunctionMode
@@ -36,6 +34,9 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import microclip
 from microclip.engines.base import CannotFuseError
+
+from tiny_configs import variants
+from tiny_inputs import EXAMPLES, Maker, Plan, flat, plans
 
 SECONDS = 60  # for each architecture
 PARAMETERS = 6_000_000  # more than these are not tiny

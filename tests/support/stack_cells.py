@@ -109,13 +109,14 @@ def accelerate(
 ) -> list[Step]:
     """`how`: "rank" and "world" are scopes, with a model that Accelerate's plugin shards."""
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
-    from accelerate.state import AcceleratorState, GradientState
+    from accelerate.state import AcceleratorState
     from accelerate.utils import DistributedType, GradientAccumulationPlugin
 
     from microclip.integrations.accelerate import AcceleratedClipper
 
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
+    from accelerate_runs import fresh_state
+
+    fresh_state()
     windows = GradientAccumulationPlugin(steps, sync_each_batch=how == "sync_each_batch")
     accelerator = Accelerator(
         cpu=True, gradient_accumulation_plugin=windows, mixed_precision=precision
@@ -135,15 +136,26 @@ def accelerate(
         return [([], [_refusal(accelerator, bare, model, next(iter(loader)), how)])]
     options = {"scope": how} if how in SCOPES else {}
     clipper = AcceleratedClipper(accelerator, model, b, **options)
+
+    def backward(batch: Any) -> Any:
+        if how in SCOPES:  # this leaves the parameters of a sharded model unsharded
+            with torch.no_grad():
+                model(batch[0])
+        return clipper.backward(lambda batch: loss(model, batch), batch)
+
+    return accelerated_epoch(accelerator, model, optimizer, loader, backward)
+
+
+def accelerated_epoch(
+    accelerator: Any, model: Any, optimizer: Any, loader: Any, backward: Callable[[Any], Any]
+) -> list[Step]:
+    """Train as users of Accelerate do; `backward` gets a batch and returns the outcome."""
     found: list[Step] = []
     rows: list[list[int]] = []
     for batch in loader:
         with accelerator.accumulate(model):
             rows.append(batch[2].tolist())
-            if how in SCOPES:  # this leaves the parameters of a sharded model unsharded
-                with torch.no_grad():
-                    model(batch[0])
-            outcome = clipper.backward(lambda batch: loss(model, batch), batch)
+            outcome = backward(batch)
             assert (outcome is not None) == accelerator.sync_gradients
             if accelerator.sync_gradients:
                 accelerator.clip_grad_norm_(model.parameters(), 100.0)
@@ -173,11 +185,27 @@ def lightning(
     world: int, folder: str, steps: int, precision: str, size: int, b: int | None, skip: int
 ) -> list[Step]:
     """`skip`: training_step returns None for micro-batches with this row; -1 for none."""
+    from microclip.integrations.lightning import MicrobatchClip
+
+    return lightning_epoch(
+        world, folder, MicrobatchClip(microbatch_size=b), size,
+        lambda net, batch: None if skip in batch[2] else loss(net, batch),
+        accumulate_grad_batches=steps, precision=precision, gradient_clip_val=100.0,
+    )  # fmt: skip
+
+
+def lightning_epoch(
+    world: int,
+    folder: str,
+    callback: Any,
+    size: int,
+    loss_of: Callable[[nn.Module, Any], torch.Tensor | None],
+    **options: Any,
+) -> list[Step]:
+    """Train with Lightning; `loss_of` computes what training_step returns."""
     warnings.simplefilter("ignore")
     import lightning.pytorch as pl
     from lightning.pytorch.strategies import DDPStrategy
-
-    from microclip.integrations.lightning import MicrobatchClip
 
     found: list[Step] = []
     rows: list[list[int]] = []
@@ -196,10 +224,10 @@ def lightning(
             self.net = network()
 
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor | None:
-            if skip in batch[2]:
-                return None
-            rows.append(batch[2].tolist())
-            return loss(self.net, batch)
+            value = loss_of(self.net, batch)
+            if value is not None and value.requires_grad:  # not while the callback only looks
+                rows.append(batch[2].tolist())
+            return value
 
         def configure_optimizers(self) -> Any:
             return Watched(self.parameters(), lr=0.0)
@@ -207,9 +235,7 @@ def lightning(
     trainer = pl.Trainer(
         accelerator="cpu", devices=world, strategy=DDPStrategy(process_group_backend="gloo"),
         logger=False, enable_progress_bar=False, enable_model_summary=False, max_epochs=1,
-        enable_checkpointing=False, callbacks=[MicrobatchClip(microbatch_size=b)],
-        default_root_dir=folder,
-        accumulate_grad_batches=steps, precision=precision, gradient_clip_val=100.0,
+        enable_checkpointing=False, callbacks=[callback], default_root_dir=folder, **options,
     )  # fmt: skip
     trainer.fit(Model(), DataLoader(Rows(), batch_size=size))
     return found
@@ -239,6 +265,13 @@ def sentences() -> list[dict[str, Any]]:
 def transformers(
     world: int, folder: str, size: int, steps: int, b: int | None, bf16: bool
 ) -> list[Step]:
+    return trainer_epoch(folder, size, steps, {"microbatch_size": b}, bf16=bf16)
+
+
+def trainer_epoch(
+    folder: str, size: int, steps: int, clip: dict[str, Any], **arguments: Any
+) -> list[Step]:
+    """Train with `ClippedTrainer`; `clip` holds its own options."""
     from transformers import TrainerCallback, TrainingArguments
 
     from microclip.integrations.transformers import ClippedTrainer
@@ -260,15 +293,14 @@ def transformers(
             rows.append(inputs["number"].tolist())
             return super().training_step(model, inputs, *args)
 
-    arguments = TrainingArguments(
+    given = TrainingArguments(
         folder, per_device_train_batch_size=size, gradient_accumulation_steps=steps,
         learning_rate=0.0, num_train_epochs=1, max_grad_norm=100.0, save_strategy="no",
         report_to="none", use_cpu=True, disable_tqdm=True, logging_strategy="no",
-        ddp_backend="gloo", bf16=bf16,
+        ddp_backend="gloo", **arguments,
     )  # fmt: skip
     trainer = Watched(
-        bert(), arguments, train_dataset=sentences(), callbacks=[Watch()],
-        microbatch_size=b, id_column="number",
+        bert(), given, train_dataset=sentences(), callbacks=[Watch()], id_column="number", **clip
     )  # fmt: skip
     trainer.train()
     return found

@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 import transformers as hf
-from tiny_configs import ORDINARY, PAD, known, parts
 from torch import Tensor, nn
+
+from tiny_configs import ORDINARY, PAD, known, parts
 
 EXAMPLES = 6
 CHANNELS = "num_channels", "in_chans", "in_channels", "input_channels"

@@ -6,13 +6,14 @@ Some lines here; all of them with the mark `full`, and in benchmarks/interrupts.
 import signal
 import threading
 
-import interrupted
 import pytest
 import torch
 
 import microclip
 from microclip.interrupts import uninterrupted
 from microclip.ledger import open_ledger
+
+import interrupted
 
 ENGINES = ("stream", "two_pass", "fused")
 WAYS = {"raised": interrupted.raise_interrupt, "sent": interrupted.send_signal}
