@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from microclip import draggers, guard, ledger, report, rules
     from microclip.clipper import Clipper
+    from microclip.dataset_ids import with_ids
     from microclip.ledger import Ledger
     from microclip.outcome import Outcome
     from microclip.probing import ProbeEvery, probe
@@ -23,6 +24,7 @@ __all__ = [
     "probe",
     "report",
     "rules",
+    "with_ids",
 ]
 
 # Imported when first used, so that `microclip --help` does not wait for torch, and what needs an
@@ -38,6 +40,7 @@ _LAZY = {
     "probe": ("microclip.probing", "probe"),
     "report": ("microclip.report", None),
     "rules": ("microclip.rules", None),
+    "with_ids": ("microclip.dataset_ids", "with_ids"),
 }
 
 

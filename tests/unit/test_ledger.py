@@ -20,7 +20,7 @@ import microclip
 from microclip import Clipper, Ledger, Outcome
 from microclip.engines.select import ENGINES
 from microclip.ledger import open_ledger, storage, write
-from microclip.ledger.tables import OPTIONAL, SCHEMAS
+from microclip.ledger.tables import OPTIONAL, PREDICTIONS, SCHEMAS
 
 import ledger_faults
 from ledger_steps import outcome, parts_of, record_steps, steps_of, table
@@ -43,10 +43,11 @@ class TestReadingBack:
                 "loss": pytest.approx(0.4), "skipped": False,
             },
         ]  # fmt: skip
+        absent = dict.fromkeys(("weight", *PREDICTIONS))
         assert table(record, "examples") == [
-            {"step": 7, "rank": 0, "microbatch": 0, "id": 10, "loss": 0.0, "weight": None},
-            {"step": 7, "rank": 0, "microbatch": 0, "id": 11, "loss": 0.25, "weight": None},
-            {"step": 7, "rank": 0, "microbatch": 1, "id": 12, "loss": 0.5, "weight": None},
+            {"step": 7, "rank": 0, "microbatch": 0, "id": 10, "loss": 0.0, **absent},
+            {"step": 7, "rank": 0, "microbatch": 0, "id": 11, "loss": 0.25, **absent},
+            {"step": 7, "rank": 0, "microbatch": 1, "id": 12, "loss": 0.5, **absent},
         ]
         assert (record.rows, record.steps, record.ranks) == (2, range(7, 8), (0,))
         assert record.domains == ("de", "en")

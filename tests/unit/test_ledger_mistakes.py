@@ -145,8 +145,8 @@ class TestMistakes:
         ("said", "message"),
         [
             (
-                '{"format": "microclip-ledger", "version": 3, "microclip": "9"}',
-                "has version 3",
+                '{"format": "microclip-ledger", "version": 4, "microclip": "9"}',
+                "has version 4",
             ),
             ('{"format": "other", "version": 1}', 'does not say "format": "microclip-ledger"'),
             ("[]", "this is not a ledger"),

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from microclip import Ledger
-from microclip.ledger import open_ledger, storage, tables
+from microclip.ledger import arrays, open_ledger, storage
 
 import ledger_ranks
 import processes
@@ -177,7 +177,7 @@ class TestAnyIds:
         assert [row["ids"][0] for row in table(open_ledger(tmp_path))] == ["0", "2", "a", "c"]
 
     def test_much_text_makes_more_parts(self, tmp_path, monkeypatch):
-        monkeypatch.setattr(tables, "TEXT_LIMIT", 100)
+        monkeypatch.setattr(arrays, "TEXT_LIMIT", 100)
         with Ledger(tmp_path) as ledger:
             for step in range(8):
                 ledger.record(outcome(step, ids=(("a" * 10, "b" * 10), ("c" * 10, "d" * 10))))

@@ -24,6 +24,7 @@ from microclip.ledger import storage
 from microclip.ledger.storage import Part
 from microclip.ledger.tables import (
     AFTER,
+    CLASSES,
     EXAMPLES,
     IDS,
     MICROBATCHES,
@@ -74,6 +75,7 @@ class Record:
         rows: How many micro-batches it holds.
         notes: What a rule that weights examples said, as (step, text).
         ids_are_integers: Whether every id was an integer; then ids are read as integers.
+        classes: How many classes the model tells apart; None if no predictions were recorded.
     """
 
     def __init__(self, path: Path, content: dict[str, Any]) -> None:
@@ -89,6 +91,8 @@ class Record:
         footers = {part: self._footer(part) for part in self._parts[MICROBATCHES]}
         self.rows = sum(footer.rows for footer in footers.values())
         self.ids_are_integers = all(f.metadata.get(IDS) == b"integer" for f in footers.values())
+        classes = max(int(f.metadata.get(CLASSES, b"0")) for f in footers.values())
+        self.classes = classes or None
         said = [note for f in footers.values() for note in notes_of(f.metadata, f.last)]
         # all ranks say the same
         self.notes = tuple(sorted({text: (step, text) for step, text in reversed(said)}.values()))
@@ -227,7 +231,8 @@ def _expect_ledger(folder: Path) -> None:
     if not folder.exists():
         raise FileNotFoundError(
             f"There is no ledger at {folder}: the folder does not exist. One is written by "
-            "Clipper(model, ..., ledger=microclip.Ledger(path))."
+            "Clipper(model, ..., ledger=microclip.Ledger(path)), or by Ledger.record() in a plain "
+            "training loop."
         )
     if not folder.is_dir():
         raise NotADirectoryError(f"A ledger is a folder, but {folder} is a file.")

@@ -33,8 +33,11 @@ from microclip.ledger import tables
 from microclip.ledger.tables import OPTIONAL, SCHEMAS, TABLES, write_parquet
 
 FORMAT = "microclip-ledger"
-VERSION = 2
-WITHOUT_CHECKSUMS = 1  # the version before checksums, which is read too
+VERSION = 3
+# Older versions are read and continued.
+WITHOUT_PREDICTIONS = 2  # before steps of plain training, which have no norms but predictions
+WITHOUT_CHECKSUMS = 1
+VERSIONS = (VERSION, WITHOUT_PREDICTIONS, WITHOUT_CHECKSUMS)
 MANIFEST = "ledger.json"
 PART_NAME = re.compile(r"part-(\d{5,})-(\d{10,})-(\d{10,})\.parquet")
 
@@ -79,15 +82,15 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         ) from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise ValueError(f'{path} does not say "format": "{FORMAT}": this is not a ledger.')
-    if content.get("version") == VERSION and not is_intact(content):
+    if content.get("version") in VERSIONS[:-1] and not is_intact(content):
         raise DamagedFileError(
             f"{path} is damaged: it does not have its own checksum. Restore it from a backup, or "
             f"copy one from another ledger of version {VERSION}."
         )
-    if content.get("version") not in (VERSION, WITHOUT_CHECKSUMS):
+    if content.get("version") not in VERSIONS:
         raise ValueError(
-            f"{path} has version {content.get('version')!r}, but this microclip reads and writes "
-            f"version {VERSION}. Use the version that wrote it ({content.get('microclip')!r})."
+            f"{path} has version {content.get('version')!r}, but this microclip reads versions up "
+            f"to {VERSION}. Use the version that wrote it ({content.get('microclip')!r})."
         )
     return content
 

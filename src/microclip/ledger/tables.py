@@ -11,19 +11,16 @@ from __future__ import annotations
 
 import json
 import zlib
-from array import array
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from itertools import chain
-from numbers import Integral
 from typing import IO, Any
 
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
+from microclip.ledger.arrays import arrow, ids_array, integers, texts_array, with_nulls
 from microclip.outcome import Outcome
 
 MICROBATCHES = "microbatches"
@@ -38,9 +35,9 @@ SCHEMAS = {
             ("microbatch", pa.int32()),  # position within rank and step
             ("ids", pa.list_(pa.field("element", pa.string()))),
             ("size", pa.int32()),
-            ("norm", pa.float64()),
+            ("norm", pa.float64()),  # null: a step of plain training
             ("weight", pa.float64()),
-            ("bound", pa.float64()),
+            ("bound", pa.float64()),  # null: as norm
             ("domain", pa.string()),  # null: no domains were given
             ("loss", pa.float64()),  # null: not given
             ("skipped", pa.bool_()),
@@ -54,15 +51,22 @@ SCHEMAS = {
             ("id", pa.string()),
             ("loss", pa.float32()),
             ("weight", pa.float32()),  # left out of parts whose rule does not weight examples
+            # left out of parts for which nobody recorded predictions
+            ("label", pa.int32()),
+            ("label_probability", pa.float32()),
+            ("other", pa.int32()),  # the likeliest class that is not the label
+            ("other_probability", pa.float32()),
         ]
     ),
 }
-OPTIONAL = {MICROBATCHES: (), EXAMPLES: ("weight",)}  # columns that are null where a part has none
+PREDICTIONS = ("label", "label_probability", "other", "other_probability")
+OPTIONAL = {MICROBATCHES: (), EXAMPLES: ("weight", *PREDICTIONS)}  # null where a part has none
 
 # Metadata of a part.
 IDS = b"microclip.ids"  # "integer" if every id was one, else "string"
 AFTER = b"microclip.after"  # the last step of the part before it; empty for a rank's first part
 WITH_EXAMPLES = b"microclip.examples"  # "yes" if EXAMPLES has a part with the same steps
+CLASSES = b"microclip.classes"  # how many the model tells apart; 0 or nothing: unknown
 NOTES = b"microclip.notes"  # JSON, [[step, text], ...]: what a rule that weights examples said
 
 CHECKSUM = b"microclip.crc32"  # of the whole file, with NO_CHECKSUM in the place of this value
@@ -70,7 +74,6 @@ NO_CHECKSUM = b"00000000"
 FOOTER = 2**16  # bytes at the end of a file where its metadata is
 
 REPEATED = ["step", "rank", "microbatch", "size", "domain", "id", "ids.list.element"]
-TEXT_LIMIT = 2**28  # characters in one table; an Arrow string array holds up to 2**31 bytes
 
 
 def write_parquet(table: pa.Table, file: IO[bytes]) -> None:
@@ -130,36 +133,32 @@ def with_metadata(table: pa.Table, **metadata: Any) -> pa.Table:
     return table.replace_schema_metadata({**(table.schema.metadata or {}), **new})
 
 
-class TooMuchTextError(Exception):
-    """The ids of these steps do not fit into one table."""
-
-
 def tables(outcomes: Sequence[Outcome], rank: int, examples: bool) -> dict[str, pa.Table]:
     """Return the rows of some steps, none of them empty, for each table that gets any."""
     groups = list(chain.from_iterable(outcome.ids for outcome in outcomes))
-    counts = _integers(len(outcome.ids) for outcome in outcomes)
-    sizes = _integers(map(len, groups))
-    steps = _integers(outcome.step for outcome in outcomes).repeat_interleave(counts)
+    counts = integers(len(outcome.ids) for outcome in outcomes)
+    sizes = integers(map(len, groups))
+    steps = integers(outcome.step for outcome in outcomes).repeat_interleave(counts)
     places = torch.arange(len(groups)) - (counts.cumsum(0) - counts).repeat_interleave(counts)
-    ids, integers = _ids(list(chain.from_iterable(groups)), alone=len(outcomes) == 1)
+    ids, are_integers = ids_array(list(chain.from_iterable(groups)), alone=len(outcomes) == 1)
     norms, weights, bounds, losses, each = _to_host(outcomes, examples)
     skipped = torch.cat([outcome.skipped for outcome in outcomes]).cpu()
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), sizes.cumsum(0)])
     found = {
-        MICROBATCHES: _table(
+        MICROBATCHES: table_of(
             MICROBATCHES,
             [
-                _array(steps),
-                _array(torch.full_like(steps, rank).int()),
-                _array(places.int()),
-                pa.ListArray.from_arrays(_array(offsets.int()), ids),
-                _array(sizes.int()),
-                _array(norms),
-                _array(weights),
-                _array(bounds),
+                arrow(steps),
+                arrow(torch.full_like(steps, rank).int()),
+                arrow(places.int()),
+                pa.ListArray.from_arrays(arrow(offsets.int()), ids),
+                arrow(sizes.int()),
+                arrow(norms),
+                arrow(weights),
+                arrow(bounds),
                 _domains(outcomes),
-                _with_nulls(losses, [o.losses is not None for o in outcomes], counts),
-                _array(skipped.to(torch.uint8)).cast(pa.bool_()),
+                with_nulls(losses, [o.losses is not None for o in outcomes], counts),
+                arrow(skipped.to(torch.uint8)).cast(pa.bool_()),
             ],
         )
     }
@@ -168,16 +167,16 @@ def tables(outcomes: Sequence[Outcome], rank: int, examples: bool) -> dict[str, 
         rows = known.repeat_interleave(counts).repeat_interleave(sizes)
         steps, places = (c.repeat_interleave(sizes)[rows] for c in (steps, places))
         columns = [
-            _array(steps),
-            _array(torch.full_like(steps, rank).int()),
-            _array(places.int()),
-            ids if bool(known.all()) else ids.filter(_array(rows.to(torch.uint8)).cast("bool")),
-            _array(each.float()),
+            arrow(steps),
+            arrow(torch.full_like(steps, rank).int()),
+            arrow(places.int()),
+            ids if bool(known.all()) else ids.filter(arrow(rows.to(torch.uint8)).cast("bool")),
+            arrow(each.float()),
         ]
         if any(o.example_weights is not None for o in outcomes):
             columns.append(_example_weights(outcomes))
-        found[EXAMPLES] = _table(EXAMPLES, columns)
-    kind = "integer" if integers else "string"
+        found[EXAMPLES] = table_of(EXAMPLES, columns)
+    kind = "integer" if are_integers else "string"
     with_examples = "yes" if EXAMPLES in found else "no"
     if notes := _notes(outcomes):
         found[MICROBATCHES] = with_metadata(found[MICROBATCHES], notes=json.dumps(notes))
@@ -206,7 +205,7 @@ def _example_weights(outcomes: Sequence[Outcome]) -> pa.Array:
         for o, of in zip(shown, losses, strict=True)
     ]
     known = [o.example_weights is not None for o in shown]
-    return _with_nulls(torch.cat(weights), known, _integers(map(len, losses)))
+    return with_nulls(torch.cat(weights), known, integers(map(len, losses)))
 
 
 def _notes(outcomes: Sequence[Outcome]) -> list[tuple[int, str]]:
@@ -240,71 +239,13 @@ def _to_host(outcomes: Sequence[Outcome], examples: bool) -> tuple[Any, ...]:
     return *parts[:4], parts[4] if len(parts) == 5 else None
 
 
-def _ids(labels: list[Any], alone: bool) -> tuple[pa.Array, bool]:
-    """Return ids as a dictionary array of strings, and whether all of them are integers."""
-    kinds: set[Any] = set(map(type, labels))
-    if all(issubclass(kind, Integral) and kind is not bool for kind in kinds):
-        with suppress(OverflowError):  # larger than 64 bits: a string like others
-            coded = _array(_integers(labels)).dictionary_encode()
-            texts = coded.dictionary.cast(pa.string())
-            return pa.DictionaryArray.from_arrays(coded.indices, texts), True
-    names = list(map(str, labels))
-    characters = sum(map(len, names))
-    if characters > TEXT_LIMIT:
-        if not alone:
-            raise TooMuchTextError
-        if characters > 2**29:  # four bytes each at most
-            raise ValueError(
-                f"The ids of one step have {characters} characters, which is too many for a "
-                "ledger. Use short ids, such as row numbers of the data set."
-            )
-    return _texts(names).dictionary_encode(), False
-
-
 def _domains(outcomes: Sequence[Outcome]) -> pa.Array:
     domains = list(chain.from_iterable(outcome.domains for outcome in outcomes))
     if set(map(type, domains)) == {type(None)}:
         return pa.nulls(len(domains), pa.string())
-    return _texts([None if domain is None else str(domain) for domain in domains])
+    return texts_array([None if domain is None else str(domain) for domain in domains])
 
 
-def _texts(texts: Sequence[str | None]) -> pa.Array:
-    try:
-        return pa.array(texts, pa.string())
-    except UnicodeEncodeError:
-        escaped = [t and t.encode("utf-8", "backslashreplace").decode("utf-8") for t in texts]
-        return pa.array(escaped, pa.string())
-
-
-def _with_nulls(values: Tensor, known: list[bool], counts: Tensor) -> pa.Array:
-    if all(known):
-        return _array(values)
-    mask = _array(torch.tensor(known).repeat_interleave(counts).to(torch.uint8)).cast(pa.bool_())
-    return pc.if_else(mask, _array(values), pa.scalar(None, TYPES[values.dtype]))
-
-
-TYPES = {
-    torch.int64: pa.int64(),
-    torch.int32: pa.int32(),
-    torch.uint8: pa.uint8(),
-    torch.float32: pa.float32(),
-    torch.float64: pa.float64(),
-}
-
-
-def _integers(values: Iterable[int]) -> Tensor:
-    """Return integers as a tensor; going through an array is several times faster than a list."""
-    return torch.frombuffer(array("q", values), dtype=torch.int64)
-
-
-def _array(values: Tensor) -> pa.Array:
-    """Return a tensor as an Arrow array that shares its memory, without NumPy."""
-    values = values.contiguous()
-    if not len(values):
-        return pa.array([], TYPES[values.dtype])
-    memory = pa.foreign_buffer(values.data_ptr(), values.nbytes, values)
-    return pa.Array.from_buffers(TYPES[values.dtype], len(values), [None, memory])
-
-
-def _table(name: str, columns: list[pa.Array]) -> pa.Table:
+def table_of(name: str, columns: list[pa.Array]) -> pa.Table:
+    """Return columns as a table; optional ones at the end may be left out."""
     return pa.Table.from_arrays(columns, names=SCHEMAS[name].names[: len(columns)])

@@ -1,7 +1,7 @@
-"""Writing a ledger: outcomes are buffered in memory and written many steps at a time.
+"""Writing a ledger: steps are buffered in memory and written many at a time.
 
-A step only appends its outcome to a list: nothing is read from the device, converted or written
-before a flush. Every rank writes its own files and has one writer, which a lock makes sure of.
+A step is only appended to a list: nothing is read from the device, converted or written before a
+flush. Every rank writes its own files and has one writer, which a lock makes sure of.
 """
 
 from __future__ import annotations
@@ -12,23 +12,25 @@ import os
 import time
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, overload
 
 import pyarrow as pa
+from torch import Tensor
 from torch import distributed as dist
 
 from microclip.files import Lock
 from microclip.ledger import storage
+from microclip.ledger.arrays import TooMuchTextError
+from microclip.ledger.plain_step import PlainStep, plain_step, plain_tables
 from microclip.ledger.storage import Part
 from microclip.ledger.tables import (
     EXAMPLES,
     MICROBATCHES,
     TABLES,
-    TooMuchTextError,
     tables,
     with_metadata,
 )
@@ -67,7 +69,19 @@ class Options:
 
 
 class Ledger:
-    """Records what clipping did to every micro-batch, in a folder of Parquet files.
+    """Records the losses of every example, or what clipping did to it, as Parquet files.
+
+    In a plain training loop:
+
+    >>> import microclip, tempfile, torch
+    >>> folder = tempfile.TemporaryDirectory()
+    >>> with microclip.Ledger(folder.name) as ledger:
+    ...     logits, labels = torch.randn(4, 10), torch.tensor([3, 1, 4, 1])
+    ...     losses = torch.nn.functional.cross_entropy(logits, labels, reduction="none")
+    ...     ledger.record([11, 12, 13, 14], losses, logits=logits, labels=labels)
+    >>> folder.cleanup()
+
+    With a `Clipper`, which also knows norms:
 
     >>> import microclip, tempfile, torch
     >>> folder = tempfile.TemporaryDirectory()
@@ -81,7 +95,7 @@ class Ledger:
 
     An existing ledger is continued. If training resumes from a checkpoint, so that the first
     recorded step is in it already, the rows from that step on are replaced. A ledger belongs to one
-    `Clipper` per process.
+    `Clipper`, or one training loop, per process.
 
     Args:
         path: The folder, created if it does not exist.
@@ -121,14 +135,70 @@ class Ledger:
     def __reduce__(self) -> Any:  # for processes that get a ledger as an argument
         return partial(Ledger, str(self.path), **asdict(self._options)), ()
 
-    def record(self, outcome: Outcome, rank: int | None = None) -> None:
-        """Record a finished step; a `Clipper` does so by itself.
+    @overload
+    def record(self, outcome: Outcome, /, *, rank: int | None = None) -> None: ...
+
+    @overload
+    def record(
+        self,
+        ids: Tensor | Sequence[Hashable],
+        losses: Tensor | Sequence[float],
+        /,
+        *,
+        logits: Tensor | None = None,
+        labels: Tensor | Sequence[int] | None = None,
+        domains: Tensor | Sequence[Hashable] | None = None,
+        step: int | None = None,
+        rank: int | None = None,
+    ) -> None: ...
+
+    def record(
+        self,
+        ids: Any,
+        losses: Any = None,
+        /,
+        *,
+        logits: Tensor | None = None,
+        labels: Any = None,
+        domains: Any = None,
+        step: int | None = None,
+        rank: int | None = None,
+    ) -> None:
+        """Record a step of plain training. (A `Clipper` records its outcomes by itself.)
+
+        Tensors are copied on their device, so nothing waits for it, and may be changed afterwards.
 
         Args:
-            outcome: What the step did.
-            rank: The rank that the micro-batches belong to; by default that of this process in
+            ids: The ids of the examples, such as row numbers of the data set: see
+                `microclip.with_ids`. Or, alone, the `Outcome` of a step.
+            losses: The loss of each example (reduction="none").
+            logits: For classification: a row of logits for each example, or a single logit for
+                class 1 of two. Only two probabilities and a class are kept of them.
+            labels: For classification: the given class of each example. With logits and labels,
+                `microclip.find_issues` can suggest other labels.
+            domains: A label of each example's origin; losses are then compared within domains.
+            step: The number of this step, by default one more than in the last call, from 0. Pass
+                it if training resumes: everything recorded from that step on is replaced.
+            rank: The rank that the examples belong to; by default that of this process in
                 torch.distributed, or 0 without it.
         """
+        if isinstance(ids, Outcome):
+            writer = self._writer(rank, ids.step)
+            writer.add(ids)
+            return
+        if losses is None:
+            raise TypeError(
+                "record() takes ids and losses, or an Outcome alone, but got one argument of type "
+                f"{type(ids).__name__}."
+            )
+        writer = self._writer(rank, step or 0)
+        number = writer.next_step if step is None else step
+        if isinstance(number, bool) or not isinstance(number, int):
+            raise ValueError(f"step must be 0 or a positive integer, but got {step!r}.")
+        writer.add(plain_step(number, ids, losses, logits, labels, domains))
+
+    def _writer(self, rank: int | None, step: int) -> _RankWriter:
+        """Return the writer of a rank, made when it is first needed."""
         if not self._at_end.alive:
             raise ValueError(f"{self!r} is closed: create a new Ledger to continue its folder.")
         if os.getpid() != self._process:  # a fork: the parent writes what it recorded
@@ -143,8 +213,8 @@ class Ledger:
         if writer is None:
             writer = self._writers[rank] = _RankWriter(self.path, rank, self._options)
         if rank == 0 and world is not None:
-            self._remove_absent_ranks(world, outcome.step)
-        writer.add(outcome)
+            self._remove_absent_ranks(world, step)
+        return writer
 
     def flush(self) -> None:
         """Write everything recorded so far. If that fails, it is kept and tried again later."""
@@ -181,7 +251,9 @@ class _RankWriter:
         self._lock = _lock(path, rank)
         self._folders = {table: path / table for table in TABLES}
         self.process = os.getpid()
-        self._waiting: list[Outcome] = []
+        self._waiting: list[Any] = []  # outcomes, or plain steps
+        self._plain: bool | None = None  # which of them; None: neither yet
+        self.next_step = 0  # of plain training, unless its caller counts
         self._notes: tuple[str, ...] = ()  # of steps that are not recorded
         self._rows = 0
         self._due = self._next_due()
@@ -206,27 +278,43 @@ class _RankWriter:
         """Let others write what belongs to this rank."""
         self._lock.close()
 
-    def add(self, outcome: Outcome) -> None:
-        step = outcome.step
+    def add(self, entry: Outcome | PlainStep) -> None:
+        step, plain = entry.step, isinstance(entry, PlainStep)
+        if self._plain is not None and self._plain != plain:
+            raise ValueError(
+                f"The ledger {self._path} is filled by a Clipper, which records its steps itself, "
+                "and by record(ids, losses): use one of them, or a ledger for each."
+            )
         if step <= self._last:
             self._go_back(step)
-        self._last, self._resumed = step, False
-        if step % self._options.every or not outcome.ids:
-            self._notes += () if outcome.example_weights is None else outcome.notes
-            return
-        if self._notes:
-            outcome = replace(outcome, notes=self._notes + outcome.notes)
-            self._notes = ()
-        self._waiting.append(outcome)
-        self._rows += len(outcome.ids)
-        if outcome.example_losses is not None:
-            self._rows += outcome.example_losses.numel()
-        if (
+        self._last, self._resumed, self._plain = step, False, plain
+        self.next_step = step + 1
+        rows = self._add_outcome(entry) if isinstance(entry, Outcome) else self._add_plain(entry)
+        self._rows += rows
+        if rows and (
             len(self._waiting) >= self._options.flush_every
             or self._rows >= ROWS
             or time.monotonic() >= self._due
         ):
             self.flush()
+
+    def _add_outcome(self, outcome: Outcome) -> int:
+        """Return how many rows it becomes, 0 if it is not recorded."""
+        if outcome.step % self._options.every or not outcome.ids:
+            self._notes += () if outcome.example_weights is None else outcome.notes
+            return 0
+        if self._notes:
+            outcome = replace(outcome, notes=self._notes + outcome.notes)
+            self._notes = ()
+        self._waiting.append(outcome)
+        of_examples = 0 if outcome.example_losses is None else outcome.example_losses.numel()
+        return len(outcome.ids) + of_examples
+
+    def _add_plain(self, entry: PlainStep) -> int:
+        if entry.step % self._options.every or not len(entry):
+            return 0
+        self._waiting.append(entry)
+        return 1 + len(entry)
 
     def _go_back(self, step: int) -> None:
         if step < 0:
@@ -235,7 +323,7 @@ class _RankWriter:
             warnings.warn(
                 f"Step {step} of rank {self._rank} is recorded again in the ledger {self._path}: "
                 "everything from that step on is replaced. If you have not gone back to a "
-                "checkpoint, two Clippers share this ledger: give each its own.",
+                "checkpoint, two Clippers or loops share this ledger: give each its own.",
                 RuntimeWarning,
                 stacklevel=5,
             )
@@ -246,7 +334,7 @@ class _RankWriter:
                 self._last,
                 self._path,
             )
-        self._waiting = [outcome for outcome in self._waiting if outcome.step < step]
+        self._waiting = [entry for entry in self._waiting if entry.step < step]
         self._notes = ()
         self._cut_back(step)
 
@@ -275,15 +363,16 @@ class _RankWriter:
         self._waiting, self._rows, self._due = [], 0, self._next_due()
         self._remove_old_steps()
 
-    def _write(self, outcomes: Sequence[Outcome]) -> None:
+    def _write(self, entries: Sequence[Any]) -> None:
+        make = plain_tables if self._plain else tables
         try:
-            found = tables(outcomes, self._rank, self._options.examples)
+            found = make(entries, self._rank, self._options.examples)
         except TooMuchTextError:
-            half = len(outcomes) // 2
-            self._write(outcomes[:half])
-            self._write(outcomes[half:])
+            half = len(entries) // 2
+            self._write(entries[:half])
+            self._write(entries[half:])
             return
-        part = Part(outcomes[0].step, self._rank, outcomes[-1].step)
+        part = Part(entries[0].step, self._rank, entries[-1].step)
         after = "" if self._written < 0 else self._written
         for table in reversed(TABLES):  # micro-batches last: they complete the part
             if table in found:

@@ -1,0 +1,113 @@
+"""Ids for the examples of any map-style data set, so that a ledger can name them.
+
+Knows data sets and samples; nothing of ledgers.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch.utils.data import Dataset, IterableDataset
+
+Id = int | str
+
+
+def with_ids(
+    dataset: Dataset[Any], ids: Sequence[Id] | None = None, *, key: str = "id"
+) -> DatasetWithIds:
+    """Return a data set whose samples also have their id.
+
+    >>> import torch
+    >>> from torch.utils.data import DataLoader, TensorDataset
+    >>> dataset = TensorDataset(torch.zeros(4, 2), torch.tensor([0, 1, 0, 1]))
+    >>> for x, y, ids in DataLoader(with_ids(dataset), batch_size=2):
+    ...     print(ids)
+    tensor([0, 1])
+    tensor([2, 3])
+
+    | a sample of the data set | becomes |
+    | --- | --- |
+    | a tuple or list `(x, y)` | `(x, y, id)` |
+    | a dictionary, or another mapping | a dictionary with one more entry, `key` |
+    | anything else: a tensor, a named tuple, an object | the pair `(sample, id)` |
+
+    Args:
+        dataset: A map-style data set. Wrap it before you split or subset it: its parts then keep
+            the ids of the whole.
+        ids: The id of each example: integers or strings. By default its position, 0, 1, 2, ...
+        key: The entry of the id in dictionaries.
+    """
+    return DatasetWithIds(dataset, ids, key)
+
+
+class DatasetWithIds(Dataset[Any]):
+    """What `with_ids` returns. Anything else that it is asked for comes from the data set."""
+
+    def __init__(self, dataset: Any, ids: Sequence[Id] | None, key: str) -> None:
+        if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
+            raise TypeError(
+                f"with_ids() needs a data set with positions, but {type(dataset).__name__} can "
+                "only be iterated over. Let it yield an id with each sample, such as a file name "
+                "and line number: yield x, y, f'{file}:{line}'. It must be the same in every epoch."
+            )
+        if isinstance(dataset, DatasetWithIds):
+            raise ValueError("This data set has ids already: with_ids() was called on it before.")
+        if ids is not None and len(ids) != len(dataset):
+            raise ValueError(
+                f"ids must hold one id per example: there are {len(dataset)} examples, but "
+                f"{len(ids)} ids."
+            )
+        self.dataset, self.ids, self.key = dataset, ids, key
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._add_id(self.dataset[index], self._id_at(index))
+
+    def __getitems__(self, indices: Sequence[Any]) -> list[Any]:
+        """Return several samples at once, as data loaders ask for them."""
+        together = getattr(self.dataset, "__getitems__", None)
+        samples = together(indices) if together else [self.dataset[index] for index in indices]
+        return [
+            self._add_id(sample, self._id_at(index))
+            for sample, index in zip(samples, indices, strict=True)
+        ]
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "dataset":  # while it is being unpickled
+            raise AttributeError(name)
+        return getattr(self.dataset, name)
+
+    def _id_at(self, index: Any) -> Id:
+        try:
+            place = operator.index(index)
+        except TypeError:
+            raise TypeError(
+                f"A data set with ids is indexed by the position of one example, but got {index!r}."
+            ) from None
+        if self.ids is None:
+            return place if place >= 0 else place + len(self)
+        found = self.ids[place]
+        if hasattr(found, "item"):  # of a tensor or array
+            found = found.item()
+        if isinstance(found, bool) or not isinstance(found, int | str):
+            raise TypeError(
+                f"ids must be integers or strings, which data loaders can collate, but the id of "
+                f"example {place} is {found!r}. Use str() of it."
+            )
+        return found
+
+    def _add_id(self, sample: Any, identity: Id) -> Any:
+        if isinstance(sample, Mapping):
+            if self.key in sample:
+                raise ValueError(
+                    f"Samples of this data set already have an entry {self.key!r}. Use it as the "
+                    "id, or choose another name: with_ids(dataset, key=...)."
+                )
+            return {**sample, self.key: identity}
+        if type(sample) is tuple or type(sample) is list:
+            return type(sample)((*sample, identity))
+        return sample, identity

@@ -1,0 +1,381 @@
+"""Recording plain training: ids, losses and predictions without a Clipper; data sets with ids."""
+
+import json
+from collections import namedtuple
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
+
+import microclip
+from microclip import Ledger, with_ids
+from microclip.ledger import open_ledger
+
+from ledger_steps import outcome
+
+
+def rows_of(path, table="examples", columns=None):
+    batches = getattr(open_ledger(path), table)(columns)
+    return [row for batch in batches for row in batch.to_pylist()]
+
+
+class TestSteps:
+    def test_rows_of_a_step(self, tmp_path):
+        with Ledger(tmp_path) as ledger:
+            ledger.record(torch.tensor([7, 3]), torch.tensor([0.5, 1.5]))
+            ledger.record([3, 7, 9], [0.25, 0.75, 2.0])
+        record = open_ledger(tmp_path)
+        assert (record.rows, record.steps, record.classes) == (2, range(2), None)
+        found = rows_of(tmp_path, columns=["step", "id", "loss"])
+        assert [tuple(row.values()) for row in found] == [
+            (0, 7, 0.5),
+            (0, 3, 1.5),
+            (1, 3, 0.25),
+            (1, 7, 0.75),
+            (1, 9, 2.0),
+        ]
+        first, second = rows_of(tmp_path, "microbatches")
+        assert first["ids"] == [7, 3]
+        assert (first["loss"], second["loss"], second["size"]) == (1.0, 1.0, 3)
+        assert first["norm"] is first["bound"] is first["domain"] is None
+        assert first["weight"] == 1.0
+
+    def test_predictions(self, tmp_path):
+        logits = torch.tensor([[0.1, 0.2, 0.7], [0.6, 0.3, 0.1]]).log()
+        with Ledger(tmp_path) as ledger:
+            ledger.record(["a", "b"], torch.ones(2), logits=logits, labels=torch.tensor([1, 0]))
+        a, b = rows_of(tmp_path)
+        assert (a["label"], a["other"], b["label"], b["other"]) == (1, 2, 0, 1)
+        assert a["label_probability"] == pytest.approx(0.2)
+        assert a["other_probability"] == pytest.approx(0.7)
+        assert b["label_probability"] == pytest.approx(0.6)
+        assert b["other_probability"] == pytest.approx(0.3)
+        assert open_ledger(tmp_path).classes == 3
+
+    @pytest.mark.parametrize("shape", [(2,), (2, 1)])
+    def test_one_logit_is_that_of_class_1(self, tmp_path, shape):
+        logits = torch.tensor([0.0, 2.0]).view(shape)
+        with Ledger(tmp_path) as ledger:
+            ledger.record([0, 1], torch.ones(2), logits=logits, labels=torch.tensor([1.0, 0.0]))
+        a, b = rows_of(tmp_path)
+        assert (a["label"], a["other"], b["label"], b["other"]) == (1, 0, 0, 1)
+        assert a["label_probability"] == 0.5
+        assert b["other_probability"] == pytest.approx(torch.sigmoid(torch.tensor(2.0)).item())
+
+    def test_labels_that_are_no_class(self, tmp_path):
+        """-100 is what losses ignore; a label too large must not crash the device."""
+        with Ledger(tmp_path) as ledger:
+            labels = torch.tensor([-100, 5, 1])
+            ledger.record([0, 1, 2], torch.ones(3), logits=torch.zeros(3, 2), labels=labels)
+        found = rows_of(tmp_path)
+        assert [row["label"] for row in found] == [-100, 5, 1]
+        assert [row["label_probability"] for row in found] == [None, None, 0.5]
+        assert [row["other"] for row in found] == [0, 0, 0]
+
+    def test_logits_or_labels_alone(self, tmp_path):
+        with Ledger(tmp_path) as ledger:
+            ledger.record([0], [1.0], logits=torch.tensor([[0.0, 0.0, 9.0]]))
+            ledger.record([0], [1.0], labels=[4])
+            ledger.record([0], [1.0])
+        first, second, third = rows_of(tmp_path)
+        assert (first["label"], first["label_probability"], first["other"]) == (None, None, 2)
+        assert (second["label"], second["other"]) == (4, None)
+        assert third["label"] is third["other"] is None
+
+    def test_labels_that_are_not_whole_numbers(self, tmp_path):
+        ledger = Ledger(tmp_path)
+        ledger.record([0, 1], [1.0, 1.0], labels=[0.5, 2.0])
+        with pytest.warns(RuntimeWarning, match="not whole numbers"):
+            ledger.close()
+        assert [row["label"] for row in rows_of(tmp_path)] == [None, 2]
+
+    def test_nothing_that_happens_to_the_tensors_later_matters(self, tmp_path):
+        weight = torch.ones(2, requires_grad=True)
+        with Ledger(tmp_path) as ledger:
+            ids, losses = torch.tensor([0, 1]), weight * 3
+            ledger.record(ids, losses)
+            with torch.no_grad():
+                losses.zero_()
+            ids.zero_()
+            waiting = next(iter(ledger._writers.values()))._waiting[0]
+            assert not waiting.losses.requires_grad
+        assert [(row["id"], row["loss"]) for row in rows_of(tmp_path)] == [(0, 3.0), (1, 3.0)]
+
+    def test_domains_are_neighbors(self, tmp_path):
+        with Ledger(tmp_path) as ledger:
+            ledger.record([1, 2, 3, 4], [1.0, 2.0, 3.0, 4.0], domains=["de", "en", "de", None])
+            ledger.record(["x"], [5.0], domains=["en"])
+        found = rows_of(tmp_path, "microbatches", ["step", "microbatch", "ids", "domain", "loss"])
+        assert [tuple(row.values()) for row in found] == [
+            (0, 0, ["1", "3"], "de", 2.0),
+            (0, 1, ["2"], "en", 2.0),
+            (0, 2, ["4"], None, 4.0),
+            (1, 0, ["x"], "en", 5.0),
+        ]
+        losses = {row["id"]: row["loss"] for row in rows_of(tmp_path)}
+        assert losses == {"1": 1.0, "3": 3.0, "2": 2.0, "4": 4.0, "x": 5.0}
+
+    @pytest.mark.parametrize(
+        ("ids", "kind"),
+        [
+            (torch.tensor([5, 6], dtype=torch.int16), int),
+            (["a", "b"], str),
+            ([("doc", 1), ("doc", 2)], str),
+            ([torch.tensor(5), torch.tensor(6)], int),
+            (range(2), int),
+            (torch.tensor([True, False]), str),
+        ],
+        ids=repr,
+    )
+    def test_kinds_of_ids(self, tmp_path, ids, kind):
+        with Ledger(tmp_path) as ledger:
+            ledger.record(ids, torch.ones(2))
+        found = [row["id"] for row in rows_of(tmp_path)]
+        assert len(set(found)) == 2
+        assert {type(one) for one in found} == {kind}
+
+    def test_options(self, tmp_path):
+        with (
+            Ledger(tmp_path / "some", every=2) as ledger,
+            Ledger(tmp_path / "none", examples=False) as without,
+        ):
+            for _ in range(5):
+                ledger.record([0], [1.0])
+                without.record([0], [1.0])
+            ledger.record([], torch.zeros(0))
+        assert [row["step"] for row in rows_of(tmp_path / "some")] == [0, 2, 4]
+        assert not open_ledger(tmp_path / "none").has_examples
+
+    def test_parts_and_ranks(self, tmp_path):
+        with Ledger(tmp_path, flush_every=2) as ledger:
+            for step in range(5):
+                for rank in range(2):
+                    ledger.record([rank], [float(step)], rank=rank)
+        assert len(list(tmp_path.glob("examples/*.parquet"))) == 6
+        found = open_ledger(tmp_path)
+        assert (found.steps, found.ranks) == (range(5), (0, 1))
+
+
+class TestResuming:
+    def test_again_from_the_start_replaces_what_was_there(self, tmp_path):
+        for loss in (1.0, 2.0):
+            with Ledger(tmp_path) as ledger:
+                for _ in range(3):
+                    ledger.record([0], [loss])
+        assert [row["loss"] for row in rows_of(tmp_path)] == [2.0] * 3
+
+    def test_from_a_step_on(self, tmp_path):
+        with Ledger(tmp_path) as ledger:
+            for _ in range(4):
+                ledger.record([0], [1.0])
+        with Ledger(tmp_path) as ledger:
+            ledger.record([0], [2.0], step=2)
+            ledger.record([0], [3.0])
+        assert [row["loss"] for row in rows_of(tmp_path)] == [1.0, 1.0, 2.0, 3.0]
+
+    def test_a_ledger_of_the_version_before_is_continued(self, tmp_path):
+        from microclip.files import sealed
+
+        with Ledger(tmp_path) as ledger:
+            ledger.record(outcome(0))
+        file = tmp_path / "ledger.json"
+        content = json.loads(file.read_text())
+        assert content.pop("version") == 3
+        del content["sha256"]
+        file.write_text(json.dumps(sealed(content | {"version": 2})))
+        with Ledger(tmp_path) as ledger:
+            ledger.record([1], [1.0], labels=[3], step=1)
+        found = rows_of(tmp_path, columns=["step", "label"])
+        assert [(row["step"], row["label"]) for row in found] == [(0, None)] * 4 + [(1, 3)]
+
+    def test_not_beside_a_clipper(self, tmp_path):
+        model = torch.nn.Linear(2, 1)
+        with Ledger(tmp_path) as ledger:
+            clipper = microclip.Clipper(model, 2, ledger=ledger)
+            clipper.backward(lambda x: model(x).square().mean(1), torch.randn(4, 2))
+            with pytest.raises(ValueError, match="use one of them, or a ledger for each"):
+                ledger.record([0], [1.0])
+        assert open_ledger(tmp_path).steps == range(1)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (([1, 2], torch.tensor(1.0)), r"losses must hold one .* for each of the 2 ids.*\(\)"),
+        (([1, 2], torch.ones(3)), r"2 ids, but got a tensor of shape \(3,\)"),
+        (([1, 2], torch.ones(2, 3)), r"shape \(2, 3\).*within each example"),
+        (([1, 2], torch.tensor([1, 2])), "type torch.int64"),
+        ((torch.ones(2, 2), torch.ones(2)), r"ids must hold one entry per example.*\(2, 2\)"),
+        (("ab", torch.ones(2)), "ids must hold one entry per example, but got 'ab'"),
+        ((5, torch.ones(2)), "ids must hold one entry per example, but got 5"),
+    ],
+)
+def test_ids_and_losses_that_do_not_fit(tmp_path, given, message):
+    with Ledger(tmp_path) as ledger:
+        with pytest.raises(ValueError, match=message):
+            ledger.record(*given)
+        ledger.record([0], [1.0])
+    assert len(rows_of(tmp_path)) == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"logits": torch.ones(2, 3, 4)}, "one row for each of the 2 ids.*language models"),
+        ({"logits": torch.ones(3, 4)}, r"got shape \(3, 4\)"),
+        ({"labels": torch.ones(3)}, "labels must hold one class number for each of the 2 ids"),
+        ({"labels": torch.ones(2, 4)}, "several labels per example"),
+        ({"domains": ["de"]}, "domains must hold one entry per example: there are 2 ids"),
+        ({"step": 1.5}, "step must be 0 or a positive integer, but got 1.5"),
+        ({"step": -1}, "step must be 0 or a positive integer, but got -1"),
+    ],
+)
+def test_other_arguments_that_do_not_fit(tmp_path, given, message):
+    with Ledger(tmp_path) as ledger, pytest.raises(ValueError, match=message):
+        ledger.record([1, 2], torch.ones(2), **given)
+
+
+def test_losses_are_needed(tmp_path):
+    with Ledger(tmp_path) as ledger, pytest.raises(TypeError, match="takes ids and losses"):
+        ledger.record([1, 2])
+
+
+def test_keep_records_norms_and_leaves_the_gradient_alone(tmp_path):
+    """Norms of plain training, in one pass."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(5, 4), torch.nn.Tanh(), torch.nn.Linear(4, 3))
+    x, y = torch.randn(12, 5), torch.randint(0, 3, (12,))
+
+    def losses(batch):
+        return torch.nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+    losses((x, y)).mean().backward()
+    plain = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    with Ledger(tmp_path) as ledger:
+        clipper = microclip.Clipper(model, 1, rule=microclip.rules.Keep(), ledger=ledger)
+        outcome = clipper.backward(losses, (x, y), ids=range(12))
+    assert outcome.engine == "fused"
+    for found, expected in zip(model.parameters(), plain, strict=True):
+        torch.testing.assert_close(found.grad, expected)
+    assert len({row["norm"] for row in rows_of(tmp_path, "microbatches")}) == 12
+    assert len(rows_of(tmp_path)) == 12
+
+
+Pair = namedtuple("Pair", ["x", "y"])
+
+
+class Samples(Dataset):
+    """Samples of any kind, with an attribute of its own."""
+
+    classes = ("cat", "dog")
+
+    def __init__(self, make):
+        self.make = make
+
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, index):
+        return self.make(range(6)[index])
+
+
+def pair(i):
+    return torch.full((2,), float(i)), i % 2
+
+
+def entry(i):
+    return {"x": torch.full((2,), float(i)), "label": i % 2}
+
+
+def first_batch(dataset, workers=0):
+    return next(iter(DataLoader(dataset, batch_size=3, num_workers=workers)))
+
+
+class TestWithIds:
+    def test_tuples_and_lists(self):
+        x, _, ids = first_batch(with_ids(Samples(pair)))
+        assert ids.tolist() == [0, 1, 2]
+        assert x.shape == (3, 2)
+        assert with_ids(Samples(lambda i: [i, i]))[4] == [4, 4, 4]
+
+    def test_dictionaries(self):
+        assert first_batch(with_ids(Samples(entry)))["id"].tolist() == [0, 1, 2]
+        assert with_ids(Samples(entry), key="row")[5]["row"] == 5
+        with pytest.raises(ValueError, match="already have an entry 'label'"):
+            with_ids(Samples(entry), key="label")[0]
+
+    @pytest.mark.parametrize(
+        "make",
+        [torch.tensor, lambda i: Pair(i, i), lambda i: SimpleNamespace(x=i)],
+        ids=["tensor", "named tuple", "object"],
+    )
+    def test_anything_else_becomes_a_pair(self, make):
+        sample, identity = with_ids(Samples(make))[3]
+        assert identity == 3
+        assert sample == make(3)
+
+    def test_named_tuples_stay_what_they_are(self):
+        batch, ids = first_batch(with_ids(Samples(lambda i: Pair(i, i))))
+        assert batch.x.tolist() == ids.tolist() == [0, 1, 2]
+
+    @pytest.mark.parametrize("ids", [list("abcdef"), torch.arange(10, 16)], ids=["str", "tensor"])
+    def test_your_own_ids(self, ids):
+        found = first_batch(with_ids(Samples(pair), ids))[2]
+        assert list(found) == list(ids[:3])
+
+    def test_ids_that_do_not_fit(self):
+        with pytest.raises(ValueError, match="there are 6 examples, but 2 ids"):
+            with_ids(Samples(pair), [1, 2])
+        with pytest.raises(TypeError, match=r"the id of example 1 is \('a', 1\)\. Use str"):
+            with_ids(Samples(pair), [("a", i) for i in range(6)])[1]
+
+    def test_parts_keep_the_ids_of_the_whole(self):
+        assert first_batch(Subset(with_ids(Samples(pair)), [5, 1, 3]))[2].tolist() == [5, 1, 3]
+
+    def test_positions(self):
+        dataset = with_ids(Samples(pair))
+        assert dataset[-1][2] == 5
+        assert dataset[torch.tensor(2)][2] == 2
+        with pytest.raises(TypeError, match="the position of one example, but got slice"):
+            with_ids(TensorDataset(torch.zeros(4)))[1:3]
+
+    def test_everything_else_comes_from_the_data_set(self):
+        dataset = with_ids(Samples(pair))
+        assert len(dataset) == 6
+        assert dataset.classes == ("cat", "dog")
+        with pytest.raises(AttributeError, match="nothing"):
+            _ = dataset.nothing
+
+    def test_several_at_once(self):
+        class Fast(Samples):
+            def __getitems__(self, indices):
+                return [self.make(index * 10) for index in indices]
+
+        assert with_ids(Fast(pair)).__getitems__([2, 1])[0][2] == 2
+        assert first_batch(with_ids(Fast(pair)))[0][:, 0].tolist() == [0.0, 10.0, 20.0]
+
+    @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+    def test_workers(self):
+        assert first_batch(with_ids(Samples(pair)), workers=1)[2].tolist() == [0, 1, 2]
+
+    def test_collator_of_transformers(self):
+        from transformers import default_data_collator
+
+        dataset = with_ids(Samples(entry))
+        batch = default_data_collator([dataset[4], dataset[2]])
+        assert batch["id"].tolist() == [4, 2]
+        assert batch["labels"].tolist() == [0, 0]
+
+    def test_twice(self):
+        with pytest.raises(ValueError, match="has ids already"):
+            with_ids(with_ids(Samples(pair)))
+
+    def test_iterable_data_sets(self):
+        class Stream(IterableDataset):
+            def __iter__(self):
+                yield 1
+
+        with pytest.raises(TypeError, match="Stream can only be iterated over. Let it yield an id"):
+            with_ids(Stream())
