@@ -1,7 +1,7 @@
 """The arms of the benchmark: plain training, an oracle, our rules, and their rivals.
 
-An arm is a name and a function that starts it: it gets a `Setup` and returns what to call for each
-batch instead of `loss.backward()`.
+An arm is a name and a function that sets it up: given a `Setup`, it returns what to call on each
+batch in place of `loss.backward()`.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class Arm:
     Args:
         name: For the command line and records.
         title: For tables.
-        start: Starts it.
-        kinds: The tasks it can be used on.
-        purposes: "clean" is missing if it would be plain training there.
-        only: The names of its tasks, if there are few.
-        told: What it is told beyond the noisy data.
+        start: Sets it up for a run.
+        kinds: The kinds of task it can be used on.
+        purposes: The purposes it is run for; without "clean" if it would be plain training there.
+        only: The names of the only tasks it is run on; empty: all that fit.
+        told: What it knows beyond the noisy data.
         edition: Increase it when the arm changes; older records no longer count.
     """
 
@@ -80,7 +80,7 @@ def clipped(make_rule: Callable[[Setup], Any], microbatch_size: int, setup: Setu
 
 
 def rule_named(name: str) -> Any:
-    """Return a rule of the library; an error says if it has none of this name."""
+    """Return one of the library's rules; if there is none of this name, say what to do."""
     try:
         return getattr(rules, name)
     except AttributeError:

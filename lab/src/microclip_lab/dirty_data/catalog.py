@@ -19,7 +19,7 @@ TASKS: dict[str, Task] = {
 
 
 def task_named(name: str) -> Task:
-    """Return a task; an error lists all if there is none of this name."""
+    """Return the task of this name; if there is none, the error lists all tasks."""
     if name not in TASKS:
         raise ValueError(f"There is no task {name!r}. The tasks are: {', '.join(TASKS)}.")
     return TASKS[name]

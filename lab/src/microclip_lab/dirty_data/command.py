@@ -23,11 +23,11 @@ DESCRIPTION = """\
 What helps on dirty data? Trains small networks on data with known errors, with our rules and with
 what people use instead, and compares each with plain training that was tuned as carefully.
 
-  tune      search each arm's learning rate, in steps of 2, on noisy validation data
+  tune      search for each arm's learning rate, in factors of 2, on noisy validation data
   evaluate  train with the tuned rates and fresh seeds, and measure on clean test data
   table     write table.md and table.json from the records
 
-Every finished run is kept: stop at any time, and start the same command again to go on.
+Every finished run is kept: stop at any time, and run the same command again to continue.
 
   everything:                  benchmarks/dirty_data.py --workers 2
   one task, a few arms:        benchmarks/dirty_data.py --tasks digits-20 --arms loss-history elr
@@ -52,8 +52,8 @@ def parser() -> argparse.ArgumentParser:
         "--seeds",
         type=int,
         default=8,
-        help="how many seeds to evaluate (default: 8); their numbers start at 0, those for tuning "
-        f"at {TUNING_SEEDS[0]}",
+        help="how many seeds to evaluate (default: 8), from 0 up; tuning uses seeds from "
+        f"{TUNING_SEEDS[0]} up",
     )
     made.add_argument("--workers", type=int, default=2, help="processes, one thread each")
     made.add_argument("--out", type=Path, default=Path("results/dirty_data"), help="records")
@@ -104,7 +104,7 @@ def _train(
         with progress(console) as report:
             work(plan, records, out, workers, report)
     except KeyboardInterrupt:
-        console.print("Stopped. Finished runs are kept: start the same command again to go on.")
+        console.print("Stopped. Finished runs are kept: run the same command again to continue.")
         sys.exit(130)
     except FailedRunsError as error:
         console.print(str(error))
@@ -112,7 +112,7 @@ def _train(
 
 
 def _write_tables(records: dict[Job, Record], out: Path, seeds: int, console: Console) -> None:
-    """Write the tables of all tasks, whatever was asked for now."""
+    """Write the tables of all tasks, even if only some were run now."""
     summary = summarize(records, list(TASKS.values()), seeds)
     if not summary["tasks"]:
         console.print(f"{out} has no evaluation of {PLAIN} training yet, so there is no table.")

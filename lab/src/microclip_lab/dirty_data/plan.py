@@ -1,8 +1,8 @@
-"""What to run next: the search of learning rates, then the evaluation. Pure functions of records.
+"""What to run next: the search for learning rates, then the evaluation. Pure functions of records.
 
 Rates are 0.001 x 2^k. The search looks at the metric on *noisy* validation data at the last step,
-averaged over tuning seeds that are used for nothing else, and goes on until the best rate has both
-neighbors. Plain training is tuned first; every other arm starts from its rate.
+averaged over tuning seeds that are used for nothing else, and ends once both neighbors of the best
+rate have been tried. Plain training is tuned first; every other arm starts from its rate.
 """
 
 from __future__ import annotations
@@ -11,18 +11,15 @@ import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from microclip_lab.dirty_data.arms import ARMS, PLAIN, Arm, arms_of
 from microclip_lab.dirty_data.records import Job, Record, Records
 from microclip_lab.dirty_data.task import Task
 
 TUNING_SEEDS = (100, 101)
-EVALUATION_SEEDS = range(100)  # evaluation takes the first of them
+EVALUATION_SEEDS = range(100)  # evaluation uses the first few
 DEVELOPMENT_SEEDS = range(1000, 2000)  # to choose the constants of rules; never evaluated
 LOWEST, HIGHEST = -10, 7  # from 1e-6 to 0.128
-
-Stages = Literal["all", "tune", "evaluate", "table"]
 
 
 def rate_of(k: int) -> float:
@@ -37,13 +34,13 @@ def rate_of(k: int) -> float:
 def best_of(scores: Mapping[int, float], start: int) -> int:
     """Return the k with the best score; of equal ones, the one nearest to the start.
 
-    Records keep three digits, which must not decide.
+    Scores are compared in two digits: records keep three, and their rounding must not decide.
     """
     return max(scores, key=lambda k: (round(scores[k], 2), -abs(k - start), -k))
 
 
 def next_rates(scores: Mapping[int, float], start: int) -> list[int]:
-    """Return the k to try next; none if the best one has both its neighbors.
+    """Return each k to try next: none once both neighbors of the best one have been tried.
 
     >>> next_rates({}, 0), next_rates({-1: 5.0, 0: 6.0, 1: 7.0}, 0)
     ([-1, 0, 1], [2])
@@ -71,7 +68,7 @@ class Tuned:
 
     @property
     def is_at_edge(self) -> bool:
-        """Whether a neighbor was not tried, because it is outside of what is allowed."""
+        """Whether a neighbor was not tried because it is out of range."""
         return not {self.k - 1, self.k + 1} <= set(self.scores)
 
 
@@ -80,7 +77,7 @@ class Plan:
 
     Args:
         tasks: The tasks.
-        arms: The names of the arms to run; plain training is always tuned, the others start there.
+        arms: The names of the arms to run, besides plain training, from whose rate they start.
         seeds: How many seeds to evaluate.
         tuning: Whether to tune.
         evaluating: Whether to evaluate what is tuned.
@@ -106,7 +103,7 @@ class Plan:
         ]
 
     def missing(self, records: Records) -> list[Job]:
-        """Return the runs that can be done now."""
+        """Return the runs that can start now."""
         jobs: list[Job] = []
         for task, arm in self.pairs():
             start = start_of(records, task, arm.name)
@@ -122,7 +119,7 @@ class Plan:
         return jobs
 
     def untuned(self, records: Records) -> list[str]:
-        """Return what has no learning rate yet, as "task/arm"."""
+        """Return the arms without a learning rate yet, as "task/arm"."""
         return [
             f"{task.name}/{arm.name}"
             for task, arm in self.pairs()
@@ -135,7 +132,7 @@ class Plan:
 
 
 def scores_of(records: Records, task: Task, arm: str) -> dict[int, float]:
-    """Return the mean validation metric by k, for each k that all tuning seeds were run with."""
+    """Return the mean validation metric of every k that was run with all tuning seeds."""
     found = {}
     for k in range(LOWEST, HIGHEST + 1):
         runs = [records.get(Job(task.name, arm, "tune", rate_of(k), s)) for s in TUNING_SEEDS]
@@ -146,14 +143,14 @@ def scores_of(records: Records, task: Task, arm: str) -> dict[int, float]:
 
 
 def start_of(records: Records, task: Task, arm: str) -> int | None:
-    """Return where the search of an arm starts; None if plain training is not tuned yet."""
+    """Return the k at which an arm's search starts; None until plain training is tuned."""
     if arm == PLAIN:
         return task.start
     return tuned(records, task, PLAIN).k if is_tuned(records, task, PLAIN) else None
 
 
 def next_jobs(records: Records, task: Task, arm: str, start: int) -> list[Job]:
-    """Return the tuning runs that are missing now; none if the arm is tuned."""
+    """Return the tuning runs to do next; none once the arm is tuned."""
     jobs = [
         Job(task.name, arm, "tune", rate_of(k), seed)
         for k in next_rates(scores_of(records, task, arm), start)
@@ -163,7 +160,7 @@ def next_jobs(records: Records, task: Task, arm: str, start: int) -> list[Job]:
 
 
 def is_tuned(records: Records, task: Task, arm: str) -> bool:
-    """Return whether the search of an arm is over."""
+    """Return whether an arm's search is over."""
     start = start_of(records, task, arm)
     return start is not None and not next_rates(scores_of(records, task, arm), start)
 

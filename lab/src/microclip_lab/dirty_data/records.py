@@ -1,6 +1,6 @@
-"""Records: the result of one run each, appended to one file per task as a line of JSON.
+"""Records: the results of runs, one line of JSON each, in one file per task.
 
-A line that was cut off is skipped, so a crash costs at most the runs under way.
+A line that was cut off is skipped, so a crash costs at most the runs in progress.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Record:
         test: The metric on clean test data by epoch, from 1: at least the best epoch by validation
             and the last.
         notes: Other figures: how many wrong labels were learned, what the arm left out.
-        seconds: Processor time of training and evaluation, in one thread.
+        seconds: CPU time of training and evaluation, in one thread.
     """
 
     task: str
@@ -88,19 +88,19 @@ class Record:
 
     def to_json(self) -> dict[str, Any]:
         """Return it as JSON, with null for numbers that are not finite."""
-        said = asdict(self)
-        said["validation"] = [_rounded(value) for value in self.validation]
-        said["test"] = {str(epoch): _rounded(value) for epoch, value in self.test.items()}
-        return said
+        entry = asdict(self)
+        entry["validation"] = [_rounded(value) for value in self.validation]
+        entry["test"] = {str(epoch): _rounded(value) for epoch, value in self.test.items()}
+        return entry
 
     @classmethod
-    def from_json(cls, said: Mapping[str, Any]) -> Record:
+    def from_json(cls, entry: Mapping[str, Any]) -> Record:
         """Return the record that `to_json` wrote."""
         return cls(
             **{
-                **said,
-                "validation": [_number(value) for value in said["validation"]],
-                "test": {int(epoch): _number(value) for epoch, value in said["test"].items()},
+                **entry,
+                "validation": [_number(value) for value in entry["validation"]],
+                "test": {int(epoch): _number(value) for epoch, value in entry["test"].items()},
             }
         )
 
@@ -128,10 +128,10 @@ def append(folder: Path, record: Record) -> None:
 
 
 def read_all(folder: Path, editions: Mapping[tuple[str, str], str]) -> dict[Job, Record]:
-    """Read the records of a folder, as far as they have the current edition.
+    """Read the records in a folder, except those of older editions.
 
     Args:
-        folder: Where the files are; it need not exist.
+        folder: Where the files are; it may not exist yet.
         editions: The current edition by task and arm.
     """
     found: dict[Job, Record] = {}
@@ -145,7 +145,7 @@ def read_all(folder: Path, editions: Mapping[tuple[str, str], str]) -> dict[Job,
 def _records(lines: Iterable[str]) -> Iterable[Record]:
     for line in lines:
         try:
-            said = json.loads(line)
+            entry = json.loads(line)
         except ValueError:
             continue  # cut off by a crash
-        yield Record.from_json(said)
+        yield Record.from_json(entry)

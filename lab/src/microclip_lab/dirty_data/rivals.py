@@ -1,6 +1,6 @@
-"""What people use against dirty data today: losses, averaged weights, two networks, cleaning first.
+"""What people use against dirty data today: robust losses, weight averages, two networks, cleaning.
 
-Constants are those of the papers, for CIFAR-10 where they differ. Each function starts one arm.
+Constants are the papers' own, those for CIFAR-10 where there are several.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from microclip_lab.dirty_data.task import Part, Task, outputs_of
+from microclip_lab.dirty_data.task import Flags, Labels, Part, Task, outputs_of
 from microclip_lab.dirty_data.training import Backward, Batch, Setup, train
 
 Objective = Callable[[Tensor, Tensor], Tensor]  # outputs and targets to one loss per example
 
 
 def mean_of(objective: Objective, setup: Setup) -> Backward:
-    """Train on the mean of another loss than the task's."""
+    """Train on the mean of some loss: the task's, or another one."""
 
     def backward(rows: Tensor, batch: Batch) -> None:
         torch.autograd.backward(objective(setup.model(batch[0]), batch[1]).mean())
@@ -78,13 +78,13 @@ ELR_WEIGHT, ELR_MEMORY, ELR_FLOOR = 3.0, 0.7, 1e-4
 
 
 class EarlyLearning:
-    """CE + 3 log(1 - <p, t>), with t a running mean of the network's own answers."""
+    """CE + 3 log(1 - <p, t>), with t a running mean of the network's own predictions."""
 
     def __init__(self, examples: int, classes: int) -> None:
         self.targets = torch.zeros(examples, classes)
 
     def __call__(self, rows: Tensor, outputs: Tensor, labels: Tensor) -> Tensor:
-        """Return one loss per example and move its target towards the current answer."""
+        """Return one loss per example and move its target toward the current prediction."""
         answers = F.softmax(outputs, 1).clamp(ELR_FLOOR, 1 - ELR_FLOOR)
         now = answers.detach()
         kept = ELR_MEMORY * self.targets[rows]
@@ -113,7 +113,7 @@ WINDOW = 0.1  # of all steps
 
 
 def weight_averaging(setup: Setup) -> Backward:
-    """Plain training; an exponential moving average of the weights is evaluated."""
+    """Train plainly, but evaluate an exponential moving average of the weights."""
     average = copy.deepcopy(setup.model)
     setup.evaluated = average
     share = 1 / max(1.0, WINDOW * setup.steps)
@@ -123,7 +123,7 @@ def weight_averaging(setup: Setup) -> Backward:
     def follow() -> None:
         nonlocal steps
         steps += 1
-        # while there are few steps, the plain mean: no trace of the initial weights
+        # the plain mean of the first steps, so that nothing is left of the initial weights
         torch._foreach_lerp_(
             list(average.parameters()), list(setup.model.parameters()), max(share, 1 / steps)
         )
@@ -138,9 +138,9 @@ RAMP = 0.25  # of the epochs, over which the forget rate grows
 
 
 def co_teaching(setup: Setup) -> Backward:
-    """Two networks, each trained on the examples with the smallest losses of the other.
+    """Train two networks, each on the examples that have the smallest losses in the other.
 
-    Told the share of wrong training examples. The first network is evaluated.
+    Knows the share of wrong training examples. The first network is evaluated.
     """
     task = setup.task
     other = task.model(setup.seed + 50_000)
@@ -168,18 +168,17 @@ FOLDS = 4
 KEPT_PER_CLASS = 5
 
 Probabilities = npt.NDArray[np.float64]
-Labels = npt.NDArray[np.int64]
 
 
-def label_issues(labels: Labels, probabilities: Probabilities) -> npt.NDArray[np.bool_]:
+def label_issues(labels: Labels, probabilities: Probabilities) -> Flags:
     """Return the labels that are probably wrong: cleanlab's default, "prune by noise rate".
 
-    The same as cleanlab 2.9 finds, but for how counts are rounded; written out so that results do
-    not depend on what is installed.
+    Finds what cleanlab 2.9 finds, apart from how counts are rounded; written out here so that
+    results do not depend on what is installed.
 
     Args:
         labels: The given labels.
-        probabilities: Of each class, out of sample, one row per example.
+        probabilities: Out-of-sample class probabilities, one row per example.
     """
     classes = probabilities.shape[1]
     members = [labels == k for k in range(classes)]
@@ -205,13 +204,13 @@ def label_issues(labels: Labels, probabilities: Probabilities) -> npt.NDArray[np
                 continue
             margins = np.where(own, probabilities[:, j] - probabilities[:, k], -np.inf)
             issues |= own & (margins >= np.sort(margins)[-count])
-    agreeing: npt.NDArray[np.bool_] = probabilities.argmax(1) == labels
+    agreeing: Flags = probabilities.argmax(1) == labels
     return issues & ~agreeing
 
 
 @functools.lru_cache(maxsize=32)
 def found_issues(task: Task, seed: int, rate: float) -> Tensor:
-    """Return which training labels cross-validated networks find wrong."""
+    """Return which training labels cross-validated networks take for wrong."""
     data = task.make_data(seed)
     part = data.training
     folds = torch.from_numpy(np.random.default_rng((seed, 21)).permutation(len(part)) % FOLDS)
@@ -233,14 +232,14 @@ def found_issues(task: Task, seed: int, rate: float) -> Tensor:
 
 
 def clean_then_train(setup: Setup) -> Backward:
-    """Leave out what cross-validated networks find wrong, then train anew."""
+    """Leave out what cross-validated networks take for wrong, then train from scratch."""
     issues = found_issues(setup.task, setup.seed, setup.plain_rate)
     setup.notes["left_out"] = float(issues.float().mean())
     return without(issues, setup)
 
 
 def without(left_out: Tensor, setup: Setup) -> Backward:
-    """Train plainly in the same batches, on the mean over all examples but some."""
+    """Train plainly on the same batches, with some examples left out of the mean."""
 
     def backward(rows: Tensor, batch: Batch) -> None:
         kept = ~left_out[rows]

@@ -63,7 +63,7 @@ def run(
     test: dict[int, float] = {}
     best = math.nan
 
-    def visit(epoch: int) -> None:
+    def evaluate(epoch: int) -> None:
         nonlocal best
         model = setup.evaluated or setup.model
         part = data.validation
@@ -74,8 +74,8 @@ def run(
             part = data.test
             test[epoch] = task.test(outputs_of(model, part.inputs), part.targets)
 
-    began = time.process_time()  # other processes do not count
-    train(setup, start, visit)
+    began = time.process_time()  # unlike a clock, it does not count other processes
+    train(setup, start, evaluate)
     model = setup.evaluated or setup.model
     return Record(
         task=task.name,
@@ -101,7 +101,7 @@ def _held(setup: Setup) -> dict[str, float]:
 
 
 def _memorized(task: Task, data: Data, model: torch.nn.Module) -> dict[str, float]:
-    """Return the accuracy on the given labels in percent: of wrong and of right training ones."""
+    """Return the accuracy in percent on the given training labels, wrong and right ones apart."""
     if task.kind != "classification":
         return {}
     part, found = data.training, {}

@@ -54,7 +54,7 @@ def prepare_worker() -> None:
 
 
 def _end_with_parent() -> None:
-    """A pool's worker waits for its next run forever if the parent is killed."""
+    """Exit if the parent is killed: a pool's worker would wait for its next run forever."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()
@@ -73,11 +73,11 @@ def work(
 
     Args:
         plan: What to run.
-        records: What there is already.
+        records: Those there are already.
         folder: Where to add the records.
-        workers: How many processes; with 1, also a process of its own.
+        workers: How many worker processes; even one is separate from this process.
         report: Called with the progress.
-        do: Does a run.
+        do: Carries out a run.
     """
     failed: dict[Job, str] = {}
     running: dict[Future[Record], Job] = {}
@@ -113,7 +113,7 @@ def work(
         pool.shutdown(cancel_futures=True)
     if failed:
         listed = "; ".join(f"{job}: {error}" for job, error in failed.items())
-        raise FailedRunsError(f"{len(failed)} runs failed, all others are kept. {listed}")
+        raise FailedRunsError(f"{len(failed)} runs failed; all others are kept. {listed}")
 
 
 def status(plan: Plan, records: dict[Job, Record]) -> Status:

@@ -26,11 +26,11 @@ from microclip_lab.speech.synthesis import (
 )
 from microclip_lab.speech.tokens import BLANK, Tokens, greedy
 
-UTTERANCES, JUDGED, TESTED = 512, 384, 640
+UTTERANCES, VALIDATION, TESTED = 512, 384, 640
 TOKENS = Tokens(WORDS[:10], " ")
 LENGTHS = (2, 3)  # words
 RATES = (130, 170)  # words per minute
-DECIBELS = (5.0, 20.0)  # of noise below the speech
+DECIBELS = (5.0, 20.0)  # signal-to-noise ratio
 BANDS, STACK = 16, 4  # mel bands, and frames of 10 ms seen at once
 FRAMES = 28  # longer utterances are cut, shorter ones end in silence
 
@@ -40,7 +40,7 @@ def recordings() -> tuple[Tensor, Tensor]:
     """Return features and transcripts: (utterances, frames, bands), and words padded with 0."""
     draw = np.random.default_rng(20)
     lines = []
-    for _ in range(UTTERANCES + JUDGED + TESTED):
+    for _ in range(UTTERANCES + VALIDATION + TESTED):
         count = int(draw.integers(LENGTHS[0], LENGTHS[1] + 1))
         words = [TOKENS.symbols[place] for place in draw.integers(len(TOKENS) - 1, size=count)]
         speaker, accent = SPEAKERS[draw.integers(len(SPEAKERS))], ACCENTS[draw.integers(2)]
@@ -63,7 +63,7 @@ def speech_data(seed: int, noise: float) -> Data:
     features, transcripts = recordings()
     draw = np.random.default_rng((seed, 21))
     order = torch.from_numpy(draw.permutation(len(features)))
-    parts = order.split_with_sizes([UTTERANCES, JUDGED, TESTED])
+    parts = order.split_with_sizes([UTTERANCES, VALIDATION, TESTED])
 
     def dirty(rows: Tensor) -> tuple[Part, Tensor]:
         wrong = chosen(len(rows), noise, draw)
@@ -89,7 +89,7 @@ class Listener(nn.Module):
         self.outer = nn.Linear(hidden, len(TOKENS))
         self.first_norm, self.second_norm = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
         with torch.no_grad():
-            self.outer.bias[BLANK] = -2  # CTC starts by predicting blanks only, for long otherwise
+            self.outer.bias[BLANK] = -2  # otherwise, CTC predicts only blanks for long
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Return the logits of every frame."""

@@ -15,9 +15,8 @@ from microclip_lab.dirty_data.task import (
     Part,
     Purpose,
     Task,
-    accuracy,
     chosen,
-    cross_entropies,
+    classification,
     mean_absolute_error,
     mean_squared_error,
     mislabeled,
@@ -47,20 +46,16 @@ def mixture_data(seed: int, noise: float) -> Data:
 
 
 def _mixture(name: str, title: str, purpose: Purpose, noise: float) -> Task:
-    return Task(
+    return classification(
         name=name,
         title=title,
         purpose=purpose,
-        kind="classification",
         description=f"{TRAINING} points in {MIXTURE_DIMENSIONS} dimensions, {CLASSES} classes of "
         f"{CENTERS} clusters each, {noise:.0%} of the labels wrong. MLP "
         f"{MIXTURE_DIMENSIONS}-256-256-{CLASSES}. Accuracy on {TEST} clean points.",
         noise=noise,
         make_data=partial(mixture_data, noise=noise),
         make_model=partial(mlp, MIXTURE_DIMENSIONS, 256, 256, CLASSES),
-        losses=cross_entropies,
-        validate=accuracy,
-        test=accuracy,
         epochs=30,
         start=-2,
     )

@@ -109,7 +109,7 @@ def _json(found: Estimate | None) -> dict[str, float | int | None] | None:
 
 
 def _overall(tasks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return, for each arm, what it does over all noisy tasks, and over all clean ones."""
+    """Sum up each arm over all noisy tasks, and over all clean ones."""
     found = {}
     for name in ARMS:
         if name == PLAIN:
@@ -203,23 +203,23 @@ def _task_table(task: Mapping[str, Any]) -> list[str]:
     for name, arm in task["arms"].items():
         share = "" if arm["share"] is None or name == PLAIN else f" ({arm['share']:.0f} %)"
         learned = arm["notes"].get("wrong_fitted")
-        gain = "-" if name == PLAIN else f"{_said(arm['gain'])}{share}"
-        early = "-" if name == PLAIN else _said(arm["gain_early_stopped"])
+        gain = "-" if name == PLAIN else f"{_formatted(arm['gain'])}{share}"
+        early = "-" if name == PLAIN else _formatted(arm["gain_early_stopped"])
         edge = " (edge)" if arm["rate_at_edge"] else ""
         last = "diverged" if arm["last"] is None else f"{arm['last']:.2f}"
         rows.append(
             f"| {ARMS[name].title} | {arm['rate']:g}{edge} | {last} | {gain} "
-            f"| {_said(arm['gain_over_early_stopped_plain'])} | {early} "
+            f"| {_formatted(arm['gain_over_early_stopped_plain'])} | {early} "
             f"| {'-' if learned is None else f'{learned:.0f} %'} |"
         )
     return rows
 
 
-def _said(gain: Mapping[str, Any] | None) -> str:
+def _formatted(gain: Mapping[str, Any] | None) -> str:
     """Return "+1.23 ± 0.45", bold if the interval excludes 0."""
     if gain is None:
         return "diverged"
     if gain["low"] is None:
         return f"{gain['mean']:+.2f}"
-    said = f"{gain['mean']:+.2f} ± {gain['high'] - gain['mean']:.2f}"
-    return f"**{said}**" if is_above(gain) or is_below(gain) else said
+    text = f"{gain['mean']:+.2f} ± {gain['high'] - gain['mean']:.2f}"
+    return f"**{text}**" if is_above(gain) or is_below(gain) else text

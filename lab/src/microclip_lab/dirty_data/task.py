@@ -10,6 +10,7 @@ import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -104,6 +105,12 @@ def accuracy(outputs: Tensor, targets: Tensor) -> float:
     return 100 * float((outputs.argmax(1) == targets).float().mean())
 
 
+# a task of labels: all that is left to say is the data, the network, and how long to train
+classification = partial(
+    Task, kind="classification", losses=cross_entropies, validate=accuracy, test=accuracy
+)
+
+
 def squared_errors(outputs: Tensor, targets: Tensor) -> Tensor:
     """Return the squared error of each example."""
     return (outputs.squeeze(1) - targets) ** 2
@@ -115,7 +122,7 @@ def mean_squared_error(outputs: Tensor, targets: Tensor) -> float:
 
 
 def mean_absolute_error(outputs: Tensor, targets: Tensor) -> float:
-    """Return the mean absolute error, times -100: a metric that outliers do not rule."""
+    """Return the mean absolute error, times -100: which outliers do not dominate."""
     return -100 * float((outputs.squeeze(1) - targets).abs().mean())
 
 
@@ -152,7 +159,7 @@ def chosen(count: int, share: float, draw: np.random.Generator) -> Flags:
 def mislabeled(
     labels: Labels, share: float, classes: int, draw: np.random.Generator, *, pairs: bool = False
 ) -> tuple[Labels, Flags]:
-    """Make a share of the labels wrong: any other class, or with `pairs` always the next one."""
+    """Make a share of the labels wrong: any other class, or the next one with `pairs`."""
     wrong = chosen(len(labels), share, draw)
     shift = 1 if pairs else draw.integers(1, classes, size=int(wrong.sum()))
     given = labels.copy()

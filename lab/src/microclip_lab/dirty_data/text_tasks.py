@@ -21,19 +21,19 @@ from torch.nn import functional as F
 
 from microclip_lab.dirty_data.task import (
     Data,
+    Flags,
     Part,
     Purpose,
     Task,
-    accuracy,
     chosen,
-    cross_entropies,
+    classification,
     mislabeled,
     mlp,
 )
 from microclip_lab.language import vader
 
 # ---- sentiment
-SENTENCES, JUDGED = 3072, 1024
+SENTENCES, VALIDATION = 3072, 1024
 VOCABULARY = 1500
 
 
@@ -59,11 +59,11 @@ def _vocabulary() -> dict[str, int]:
 
 
 def _bags(sentences: Sequence[vader.Sentence]) -> Tensor:
-    """Return which words of the vocabulary each sentence has, as rows of the same length."""
+    """Return which words of the vocabulary each sentence has, as rows of the same norm."""
     known, bags = _vocabulary(), torch.zeros(len(sentences), VOCABULARY)
     for row, sentence in enumerate(sentences):
         bags[row, [known[word] for word in _words(sentence) if word in known]] = 1
-    return 4 * F.normalize(bags)  # with length 1, the first layer would learn slowly
+    return 4 * F.normalize(bags)  # with norm 1, the first layer would learn slowly
 
 
 @functools.cache
@@ -80,7 +80,7 @@ def vader_data(seed: int, flips: float, neutral: bool) -> Data:
     """
     draw = np.random.default_rng((seed, 17))
     pool = [s for s in _sentences()[0] if neutral or _answer(s.mean) != "neutral"]
-    drawn = [pool[row] for row in draw.permutation(len(pool))[: SENTENCES + JUDGED]]
+    drawn = [pool[row] for row in draw.permutation(len(pool))[: SENTENCES + VALIDATION]]
     answers = vader.choices(neutral)
     raters = [[rating for rating in s.ratings if rating or neutral] for s in drawn]
     said = [ratings[draw.integers(len(ratings))] for ratings in raters]
@@ -99,20 +99,16 @@ def vader_data(seed: int, flips: float, neutral: bool) -> Data:
 def _vader(name: str, title: str, flips: float, neutral: bool, noise: float) -> Task:
     answers = "positive, neutral or negative" if neutral else "positive or negative"
     flipped = f", {flips:.0%} of these labels flipped" if flips else ""
-    return Task(
+    return classification(
         name=name,
         title=title,
         purpose="noisy",
-        kind="classification",
         description=f"{SENTENCES:,} sentences, {answers} by one rater each{flipped} "
         f"({noise:.0%} wrong). Bag of {VOCABULARY:,} words, MLP with 128 hidden units. Accuracy "
         "on sentences labeled by the mean of all raters.",
         noise=noise,
         make_data=partial(vader_data, flips=flips, neutral=neutral),
         make_model=partial(mlp, VOCABULARY, 128, 3 if neutral else 2),
-        losses=cross_entropies,
-        validate=accuracy,
-        test=accuracy,
         epochs=12,
         batch_size=64,
         start=-1,
@@ -121,11 +117,11 @@ def _vader(name: str, title: str, flips: float, neutral: bool, noise: float) -> 
 
 # ---- character language model
 Damage = Literal["none", "garbage", "misaligned"]
-ALPHABET = "\n abcdefghijklmnopqrstuvwxyz.,'!?"  # a line end stands for what is before the text
+ALPHABET = "\n abcdefghijklmnopqrstuvwxyz.,'!?"  # a newline stands for whatever precedes the text
 LENGTH = 32  # characters of a document
 CONTEXT = 6  # characters that the network sees
-SHIFT = 2  # characters that misaligned targets are late
-DOCUMENTS, STREAM, JUDGED_DOCUMENTS, TESTED_DOCUMENTS = 1024, 12_288, 512, 1000
+SHIFT = 2  # by how many characters misaligned targets are late
+DOCUMENTS, STREAM, VALIDATION_DOCUMENTS, TESTED_DOCUMENTS = 1024, 12_288, 512, 1000
 
 Codes = npt.NDArray[np.int64]
 
@@ -149,8 +145,8 @@ def documents() -> tuple[Codes, Codes]:
     return cut(texts[0]), cut(texts[2])
 
 
-def _examples(text: Codes, wrong: npt.NDArray[np.bool_], damage: Damage) -> Part:
-    """Return what the network sees and is to predict."""
+def _examples(text: Codes, wrong: Flags, damage: Damage) -> Part:
+    """Return what the network sees, and what it has to predict."""
     before = np.zeros((len(text), CONTEXT), dtype=np.int64)
     inputs = np.concatenate([before, text[:, : LENGTH - 1]], axis=1)
     targets = text[:, :LENGTH].copy()
@@ -163,8 +159,8 @@ def language_data(seed: int, noise: float, damage: Damage, count: int) -> Data:
     """Return documents, some of them random or shuffled characters, or with late targets."""
     training, test = documents()
     draw = np.random.default_rng((seed, 18))
-    drawn = training[draw.permutation(len(training))[: count + JUDGED_DOCUMENTS]].copy()
-    wrong = np.concatenate([chosen(count, noise, draw), chosen(JUDGED_DOCUMENTS, noise, draw)])
+    drawn = training[draw.permutation(len(training))[: count + VALIDATION_DOCUMENTS]].copy()
+    wrong = np.concatenate([chosen(count, noise, draw), chosen(VALIDATION_DOCUMENTS, noise, draw)])
     if damage == "garbage":
         for row in wrong.nonzero()[0]:
             if draw.random() < 0.5:
@@ -205,7 +201,7 @@ def document_losses(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def median_loss(outputs: Tensor, targets: Tensor) -> float:
-    """Return the median document's loss, times -100: a metric that garbage does not rule."""
+    """Return the median document's loss, times -100: which garbage does not dominate."""
     return -100 * float(document_losses(outputs, targets).median())
 
 

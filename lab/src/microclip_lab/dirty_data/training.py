@@ -1,4 +1,4 @@
-"""One training run: the loop that all arms share. How gradients are made is up to the arm.
+"""One training run: the loop that all arms share. How gradients are computed is up to the arm.
 
 The runs of a seed share data, initial weights and batches, whatever the arm.
 """
@@ -68,8 +68,8 @@ class Setup:
 Start = Callable[[Setup], Backward]
 
 
-def train(setup: Setup, start: Start, visit: Callable[[int], None] | None = None) -> None:
-    """Train `setup.model`; `visit` is called after each epoch with its number, from 1."""
+def train(setup: Setup, start: Start, after_epoch: Callable[[int], None] | None = None) -> None:
+    """Train `setup.model`; `after_epoch` is called with the number of each epoch, from 1."""
     task, part = setup.task, setup.data.training
     backward = start(setup)
     networks = [setup.model, *setup.also_trained]
@@ -91,12 +91,12 @@ def train(setup: Setup, start: Start, visit: Callable[[int], None] | None = None
             schedule.step()
             for hook in setup.after_step:
                 hook()
-        if visit is not None:
-            visit(epoch)
+        if after_epoch is not None:
+            after_epoch(epoch)
 
 
 def rate_factor(steps: int) -> Callable[[int], float]:
-    """Return the schedule: a short linear warm-up, then linearly to zero.
+    """Return the schedule: a short linear warm-up, then a linear decay to zero.
 
     >>> factor = rate_factor(100)
     >>> factor(0), factor(4), factor(5), factor(100)

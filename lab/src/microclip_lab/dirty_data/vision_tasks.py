@@ -18,8 +18,7 @@ from microclip_lab.dirty_data.task import (
     Part,
     Purpose,
     Task,
-    accuracy,
-    cross_entropies,
+    classification,
     mislabeled,
     mlp,
 )
@@ -29,7 +28,7 @@ from microclip_lab.vision import cifar, digit_splits
 
 
 def digits_data(seed: int, noise: float, pairs: bool = False) -> Data:
-    """Return 900 training images and 297 for validation with wrong labels, 600 clean ones."""
+    """Return 900 images for training and 297 for validation, both dirty, and 600 clean ones."""
     clean = digit_splits.load(seed, noise=0.0)
     draw = np.random.default_rng((seed, 13))
 
@@ -54,25 +53,21 @@ def _digits(
     epochs: int = 32,
 ) -> Task:
     kind = "replaced by the next class" if pairs else "wrong"
-    return Task(
+    return classification(
         name=name,
         title=title,
         purpose=purpose,
-        kind="classification",
         description=f"900 of scikit-learn's digits, {noise:.0%} of the labels {kind}. MLP "
         f"64-256-256-10, {epochs} epochs. Accuracy on 600 clean images.",
         noise=noise,
         make_data=partial(digits_data, noise=noise, pairs=pairs),
         make_model=partial(mlp, 64, 256, 256, 10),
-        losses=cross_entropies,
-        validate=accuracy,
-        test=accuracy,
         epochs=epochs,
     )
 
 
 # ---- CIFAR-10
-PHOTOS, JUDGED = 3072, 1024  # for training and validation, drawn with the seed
+PHOTOS, VALIDATION = 3072, 1024  # for training and validation, drawn with the seed
 SIDE = 16
 
 
@@ -101,30 +96,26 @@ def cifar_data(seed: int, labels: str) -> Data:
     training, truth, test, test_truth = photographs()
     given = torch.from_numpy(cifar.labels_of_people(labels))
     order = torch.from_numpy(np.random.default_rng((seed, 14)).permutation(len(truth)))
-    rows, judged = order[:PHOTOS], order[PHOTOS : PHOTOS + JUDGED]
+    rows, others = order[:PHOTOS], order[PHOTOS : PHOTOS + VALIDATION]
     return Data(
         Part(training[rows], given[rows]),
         given[rows] != truth[rows],
-        Part(training[judged], given[judged]),
+        Part(training[others], given[others]),
         Part(test, test_truth),
     )
 
 
 def _cifar(name: str, title: str, purpose: Purpose, labels: str, noise: float) -> Task:
     said = "true labels" if purpose == "clean" else f"human labels ({labels}, {noise:.0%} wrong)"
-    return Task(
+    return classification(
         name=name,
         title=title,
         purpose=purpose,
-        kind="classification",
         description=f"{PHOTOS:,} photos of CIFAR-10 at {SIDE} x {SIDE}, {said}. MLP "
         "768-256-256-10. Accuracy on the 10,000 test photos.",
         noise=noise,
         make_data=partial(cifar_data, labels=labels),
         make_model=partial(mlp, 3 * SIDE * SIDE, 256, 256, 10),
-        losses=cross_entropies,
-        validate=accuracy,
-        test=accuracy,
         epochs=24,
         batch_size=64,
         start=-2,
@@ -142,6 +133,11 @@ def _of_classes(labels: Tensor, classes: tuple[int, ...]) -> Tensor:
     return torch.isin(labels, torch.tensor(classes)).nonzero().squeeze(1)
 
 
+def _renumbered(classes: tuple[int, ...]) -> Tensor:
+    """Return the new number of every class: 0, 1, ... for these, -1 for the others."""
+    return torch.full((10,), -1).index_copy(0, torch.tensor(classes), torch.arange(len(classes)))
+
+
 def _small_cnn() -> nn.Sequential:
     return nn.Sequential(
         nn.Unflatten(1, (3, SIDE, SIDE)),
@@ -156,7 +152,7 @@ def pretrained() -> dict[str, Tensor]:
     """Return weights trained on all clean photos of five classes: a checkpoint, for all seeds."""
     photos, truth, _, _ = photographs()
     rows = _of_classes(truth, KNOWN)
-    names = torch.full((10,), -1).index_copy(0, torch.tensor(KNOWN), torch.arange(len(KNOWN)))
+    numbers = _renumbered(KNOWN)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(15)
         model = _small_cnn()
@@ -164,7 +160,7 @@ def pretrained() -> dict[str, Tensor]:
         for _ in range(PRETRAINING_EPOCHS):
             for some in torch.split(rows[torch.randperm(len(rows))], 128):
                 optimizer.zero_grad()
-                loss = F.cross_entropy(model(photos[some]), names[truth[some]])
+                loss = F.cross_entropy(model(photos[some]), numbers[truth[some]])
                 torch.autograd.backward(loss)
                 optimizer.step()
     return {name: weight.detach().clone() for name, weight in model.state_dict().items()}
@@ -180,38 +176,34 @@ def fine_tuned_model() -> nn.Module:
 
 
 def fine_tuning_data(seed: int, noise: float) -> Data:
-    """Return few photos of the other five classes, some with a wrong label."""
+    """Return a few photos of the other five classes, some with a wrong label."""
     photos, truth, test, test_truth = photographs()
-    names = torch.full((10,), -1).index_copy(0, torch.tensor(NEW), torch.arange(len(NEW)))
+    numbers = _renumbered(NEW)
     draw = np.random.default_rng((seed, 16))
     rows = _of_classes(truth, NEW)
-    rows = rows[torch.from_numpy(draw.permutation(len(rows))[: FEW + JUDGED])]
-    given, wrong = mislabeled(names[truth[rows[:FEW]]].numpy(), noise, len(NEW), draw)
-    judged, _ = mislabeled(names[truth[rows[FEW:]]].numpy(), noise, len(NEW), draw)
+    rows = rows[torch.from_numpy(draw.permutation(len(rows))[: FEW + VALIDATION])]
+    given, wrong = mislabeled(numbers[truth[rows[:FEW]]].numpy(), noise, len(NEW), draw)
+    others, _ = mislabeled(numbers[truth[rows[FEW:]]].numpy(), noise, len(NEW), draw)
     tested = _of_classes(test_truth, NEW)
     return Data(
         Part(photos[rows[:FEW]], torch.tensor(given)),
         torch.tensor(wrong),
-        Part(photos[rows[FEW:]], torch.tensor(judged)),
-        Part(test[tested], names[test_truth[tested]]),
+        Part(photos[rows[FEW:]], torch.tensor(others)),
+        Part(test[tested], numbers[test_truth[tested]]),
     )
 
 
 def _fine_tuning(name: str, title: str, purpose: Purpose, noise: float) -> Task:
-    return Task(
+    return classification(
         name=name,
         title=title,
         purpose=purpose,
-        kind="classification",
         description="A small CNN, pre-trained on the clean photos of five classes of CIFAR-10, "
         f"fine-tuned on {FEW} photos of the other five, {noise:.0%} of the labels wrong. Accuracy "
         "on their 5,000 test photos.",
         noise=noise,
         make_data=partial(fine_tuning_data, noise=noise),
         make_model=fine_tuned_model,
-        losses=cross_entropies,
-        validate=accuracy,
-        test=accuracy,
         epochs=20,
         start=-1,
         test_every=5,
