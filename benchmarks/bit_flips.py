@@ -1,4 +1,4 @@
-"""Flip one bit at a time in every kind of file that a run leaves, and let it be read and resumed.
+"""Flip single bits in every kind of file that a run leaves behind, then read it and resume the run.
 
     python benchmarks/bit_flips.py --times 200
 

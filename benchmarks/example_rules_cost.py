@@ -5,7 +5,7 @@
 
 Steps are run by turns with plain ones, on a transformer of about 3 million parameters; the ratio is
 the median of the ratios within a round, with its quartiles. The rule is holding examples back while
-it is measured, and every batch has other ids. Optimizer steps are included in both.
+it is measured, and every batch has different ids. Optimizer steps are included in both.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
     python benchmarks/interrupts.py --every 5 --engine fused
 
 Each time, `.grad` must be what it was before the step, or the step must be finished and counted;
-nothing between. And the next step must give what it would have given.
+nothing in between. And the next step must give what it would have given.
 """
 
 from __future__ import annotations

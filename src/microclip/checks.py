@@ -59,7 +59,7 @@ def check_rule(rule: object) -> None:
 
 
 def check_example_rule(rule: Rule, microbatch_size: object, scope: str) -> None:
-    """Refuse settings that a rule which weights examples cannot work with."""
+    """Refuse settings that do not work with a rule that weights examples."""
     if not isinstance(rule, ExampleRule):
         return
     name = type(rule).__name__

@@ -264,13 +264,13 @@ class Clipper:
         assert self._examples is not None
         microbatch = Microbatch(None, range(size), None, names or tuple(range(size)))
         weighted = self._weighted(microbatch, losses, ids)
-        self._examples.forget_last()  # fold() comes to the same weights
+        self._examples.forget_last()  # fold() arrives at the same weights
         self._examples.weighted_for = size, names
         return weighted.mean(losses)
 
     @contextmanager
     def _all_or_nothing(self) -> Iterator[None]:
-        """Leave `.grad` as it was if the block ends early, wherever an interrupt (Ctrl-C) comes."""
+        """If the block ends early, leave `.grad` as it was, wherever an interrupt (Ctrl-C) hits."""
         parameters, step, mode = self._parameters, self.step, torch.is_grad_enabled()
         kept = kept_gradients(parameters)
         try:
@@ -350,7 +350,7 @@ class Clipper:
     ) -> tuple[Gradients, Seen | None]:
         """Return the clipped gradient, summed over all ranks if there are several.
 
-        And what all ranks saw of their examples, if the rule wants to know.
+        The second value is what all ranks saw of their examples, if the rule wants to know.
         """
         if self._ranks is not None:
             self._ranks.describe(self.policy, self.grad_scaler, parameters)
@@ -457,7 +457,7 @@ class Clipper:
         """Fold a batch of weighted examples.
 
         Without clipping, it is one micro-batch: a single weighted backward pass. If `loss_fn`
-        returns a mean, it is cut as asked for, and the micro-batches are weighted instead.
+        returns a mean, the batch is cut into micro-batches, and these are weighted instead.
         """
         rule, examples, ids = self._example_rule, self._examples, given["ids"]
         assert rule is not None
@@ -472,12 +472,12 @@ class Clipper:
             return
         microbatches = examples.weigh(cut(batch, None, **given), ids, True, scales)
         before = None
-        if name not in self._losses_of:  # its first call may turn out to be one too many
+        if name not in self._losses_of:  # its first call may have to be undone
             before = self._selector.memory.snapshot(loss_fn)
             microbatches = microbatches.keep_copy()
         try:
             self._fold_microbatches(loss_fn, microbatches, final)
-            if microbatches.examples > 1:  # one example has one loss in any case
+            if microbatches.examples > 1:  # a single example has one loss either way
                 self._losses_of[name] = True
         except MeanOfExamplesError:
             if b is None:
@@ -558,7 +558,7 @@ class Clipper:
             raise
 
     def _weighted(self, microbatch: Microbatch, loss: Tensor | None, ids: Ids | None) -> Microbatch:
-        """Return a micro-batch, whose gradient is there already, with weights of its examples."""
+        """Return a micro-batch whose gradient is in `.grad` already, with its examples' weights."""
         assert self._examples is not None
         if loss is None:
             raise ValueError(
@@ -573,7 +573,7 @@ class Clipper:
             )
         if self._example_rule is not None and self._example_rule.needs_norms and size != 1:
             raise ValueError(
-                f"{name} needs the gradient of one example at a time, but this one is of {size}. "
+                f"{name} needs the gradient of one example at a time, but this is that of {size}. "
                 "Fold single examples, or use clipper.backward(loss_fn, batch)."
             )
         one = MicrobatchList(None, [microbatch.positions], [microbatch.domain], [microbatch.ids])

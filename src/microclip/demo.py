@@ -1,4 +1,4 @@
-"""`microclip demo`: train on digits with wrong labels in three ways, and find these labels.
+"""`microclip demo`: train on digits with wrong labels in three ways, and find those labels.
 
 Plain training, micro-batch clipping, and `LossHistory`, which holds back what stays wrong. Uses the
 library the way a user would: a `Clipper` in a training loop, a `Ledger`, `draggers.score`, and run
@@ -75,7 +75,7 @@ class Arm:
     microbatch_size: int | None = None
 
     def rule(self, steps: int) -> Rule:
-        """Return a new rule for a training of this many steps."""
+        """Return a new rule for a run of this many steps."""
         from microclip.rules import LossHistory, MinNorm
 
         return LossHistory(steps) if self.name == LOSS_HISTORY else MinNorm()

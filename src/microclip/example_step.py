@@ -28,7 +28,7 @@ HOW_TO_ADD_IDS = (
 
 
 POSITION_CHECKS = 8  # first steps in which ids are compared with positions in the batch
-LEAST = 1e-30  # weights below count as 0: their inverses would overflow
+LEAST = 1e-30  # smaller weights count as 0: their inverses would overflow
 
 
 class ExampleIds:
@@ -74,7 +74,7 @@ class ExampleIds:
             self.kind, self._example = self._latest
 
     def _refuse_positions(self, microbatches: MicrobatchList, names: list[Any], step: int) -> None:
-        """Refuse ids that number the examples of each batch anew."""
+        """Refuse ids that start over in every batch."""
         order = microbatches.order
         counts = [name for _, name in sorted(zip(order, names, strict=True))]
         if counts != list(range(len(names))):
@@ -89,7 +89,7 @@ class ExampleIds:
         if step > 0 and self._first is not None and first != self._first:
             raise ValueError(
                 f"ids are 0 to {len(names) - 1} again in step {step}, but the examples are "
-                "others: these are positions in the batch, which do not tell examples apart. "
+                "different: these are positions in the batch, which do not tell examples apart. "
                 f"{HOW_TO_ADD_IDS}"
             )
         self._first = first
@@ -105,7 +105,7 @@ class ExampleStep:
         self.weighted_for: tuple[int, tuple[Any, ...]] | None = None
 
     def expect_weighted(self, size: int, names: tuple[Any, ...]) -> None:
-        """Refuse the gradient of several examples that were not weighted before the backward."""
+        """Refuse the gradient of several examples that were not weighted beforehand."""
         found, self.weighted_for = self.weighted_for, None
         if size == 1 or found == (size, names) or self._rule.needs_norms:
             return
@@ -131,7 +131,7 @@ class ExampleStep:
     ) -> MicrobatchList:
         """Return the micro-batches with the weights that the rule gives their examples.
 
-        `scales` is what losses are multiplied by before anyone sees them, if they are.
+        `scales` are the factors that `loss_fn` multiplies its losses by, if it does.
         """
         keys = self._ids.keys(microbatches, ids, self._step)
         rule, order = self._rule, microbatches.order
@@ -156,7 +156,7 @@ class ExampleStep:
         return microbatches.with_weights(weights)
 
     def forget_last(self) -> None:
-        """Drop what was weighted last, because it is cut in another way."""
+        """Forget the last batch, which will be cut in another way."""
         self._parts.pop()
 
     def _checked(self, weights: Tensor, of: Tensor) -> Tensor:
@@ -181,7 +181,7 @@ class ExampleStep:
         return torch.cat(found) if found else torch.zeros(0, dtype=torch.float64)
 
     def gather(self, record: StepRecord, ranks: Ranks | None) -> Seen:
-        """Return what was seen of the examples of all ranks; each of them calls it once."""
+        """Return what all ranks saw of their examples; every rank calls it once per step."""
         keys = torch.cat([keys for keys, _, _ in self._parts] or [torch.zeros(0).long()])
         domains = torch.tensor(record.domains_of_examples(domain_key), dtype=torch.int64)
         scales = torch.cat([w.scales[order] for _, w, order in self._parts] or [torch.zeros(0)])

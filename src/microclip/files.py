@@ -170,7 +170,7 @@ _held: WeakSet[IO[bytes]] = WeakSet()  # files of locks of this process
 
 
 def _let_go() -> None:
-    """In a fork, close the locks of the parent, which else would last as long as both."""
+    """In a fork, close the locks of the parent, which would otherwise last as long as both."""
     for file in list(_held):
         file.close()
 
@@ -206,7 +206,7 @@ def _try_lock(file: IO[bytes]) -> bool:
         if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):
             raise
         logger.warning(
-            "%s has no locks (%s): nothing notices a second process that writes here.",
+            "%s has no locks (%s): a second process that writes here would go unnoticed.",
             file.name,
             error.strerror,
         )
@@ -222,7 +222,7 @@ def _unlock(file: IO[bytes]) -> None:
 
 @contextmanager
 def _named(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Give errors such as a full disk, which come without one, the name of the file."""
+    """Add the name of the file to errors that lack one, such as a full disk."""
     try:
         yield
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Holding back Ctrl-C while several things are changed that belong together.
+"""Deferring Ctrl-C while several things that belong together are changed.
 
 Knows nothing about what is changed.
 """
@@ -12,7 +12,7 @@ from typing import Any
 
 
 class uninterrupted:  # noqa: N801 (reads like a statement, as contextlib's do)
-    """Inside the block, Ctrl-C waits; at its end the signal goes to the handler that was there.
+    """Inside the block, Ctrl-C waits; at its end, the signal goes to the usual handler.
 
     >>> with uninterrupted():
     ...     pass
@@ -36,7 +36,7 @@ class uninterrupted:  # noqa: N801 (reads like a statement, as contextlib's do)
         self.release()
 
     def release(self) -> None:
-        """Let signals through again; for an error on the way in or out, where `with` does not."""
+        """Let signals through again; after an error on the way in or out, `with` does not."""
         before = self._before
         if before is None:
             return

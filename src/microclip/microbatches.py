@@ -57,7 +57,7 @@ class ExampleWeights:
         self.are_required = are_required
         self.leaves_losses = False  # whether losses stay as they are, and only sizes are weighted
         self._from_losses = from_losses
-        # what the losses were multiplied by, such as lengths; rules see them without
+        # factors of the losses, such as lengths; rules see losses without them
         self.scales = torch.ones(count, dtype=torch.float64)
 
     def multipliers(self, positions: Sequence[Sequence[int]], losses: Tensor) -> Tensor | None:
@@ -176,7 +176,7 @@ class MicrobatchList(Sequence[Microbatch]):
 
     @property
     def effective_sizes(self) -> list[float]:
-        """The sums of the weights of each micro-batch's examples."""
+        """For each micro-batch, the sum of its examples' weights."""
         if self.weights is None:
             return [*map(float, self.sizes)]
         return [self.weights.total(each) for each in self._positions]
@@ -203,7 +203,7 @@ class MicrobatchList(Sequence[Microbatch]):
         )
 
     def with_weights(self, weights: ExampleWeights) -> MicrobatchList:
-        """Return the same micro-batches, of weighted examples."""
+        """Return the same micro-batches, with weights for their examples."""
         more = self._spare, self.batch_dim, weights
         return MicrobatchList(self._batch, self._positions, self.domains, self.ids, *more)
 

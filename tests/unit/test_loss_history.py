@@ -261,10 +261,10 @@ def test_state_of_another_rule_is_refused():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: LossHistory(0), "total_steps must be how many"),
-        (lambda: LossHistory(2.5), "total_steps must be how many"),
-        (lambda: LossHistory(10, clip=LossWeight()), "clip must be a rule from norms"),
-        (lambda: LossHistory(10, clip=Unit), "clip must be a rule from norms"),
+        (lambda: LossHistory(0), "total_steps must be the number"),
+        (lambda: LossHistory(2.5), "total_steps must be the number"),
+        (lambda: LossHistory(10, clip=LossWeight()), "clip must be a rule for norms"),
+        (lambda: LossHistory(10, clip=Unit), "clip must be a rule for norms"),
         (lambda: LossHistory(10, most=0), "most must be a share"),
         (lambda: LossWeight(4, 2), "0 < low < high"),
     ],

@@ -281,7 +281,7 @@ class Ranks:
 
     @contextmanager
     def answering(self, step: int) -> Iterator[None]:
-        """Around code that others wrote, explain errors of the transport, and no others."""
+        """Around other people's code, explain transport errors, and leave all others alone."""
         try:
             yield
         except RuntimeError as error:

@@ -270,7 +270,7 @@ def kept_gradients(parameters: dict[str, nn.Parameter]) -> list[Tensor | None]:
 
 
 def restore(parameters: dict[str, nn.Parameter], kept: list[Tensor | None]) -> None:
-    """Put back what was in `.grad`, in one call into C: no interrupt leaves half of it."""
+    """Put back what was in `.grad`, in one call into C, so that no interrupt leaves half of it."""
     deque(map(setattr, parameters.values(), repeat("grad"), kept), maxlen=0)
 
 

@@ -183,7 +183,7 @@ class ClippedSteps:
             )
 
     def _pieces(self, batch: Any, rest: tuple[Any, ...]) -> list[Piece]:
-        """Return what is run and differentiated at once."""
+        """Return the parts of a batch that are run and differentiated at once."""
         self._check_ids(batch)
         if self._rule is None or not self._rule.is_one_pass:
             return self._cut(batch)
@@ -205,7 +205,7 @@ class ClippedSteps:
             raise
 
     def _check_ids(self, batch: Any) -> None:
-        """In the first two steps, refuse ids that number the examples of each batch anew."""
+        """In the first two steps, refuse ids that start over in every batch."""
         if self._ids is None or self._cutter.ids is None or self.clipper.step > 1:
             return
         ids = self._cutter.ids(batch)

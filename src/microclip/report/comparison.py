@@ -222,7 +222,7 @@ def settings_of(runs: Sequence[Run]) -> tuple[Setting, ...]:
 
 
 def _rule_name(run: Run) -> str | None:
-    """Return how to call a rule that weights examples, with b if that matters for it."""
+    """Return the name of a rule that weights examples, with b if it matters."""
     rule = run.example_rule
     if rule is None:
         return None

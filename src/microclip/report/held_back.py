@@ -15,17 +15,17 @@ from microclip.report.run_data import HELD_SHOWN, RunData, held_back_rows
 HELD_BACK = "Held back"  # the title of the section
 MOST_NOTES = 50
 SINCE = (
-    "Held back is at how many visits its weight was below one half; since, from which step on "
-    "without a break. The other figures are explained under “Which examples drag?”."
+    "“Held back” counts the visits at which its weight was below one half; “since” is the first "
+    "step of the latest such stretch. The other figures are explained under “Which examples drag?”."
 )
 UNTIL = (
-    "Held back is at how many visits its weight was below one half; until, the last such step. The "
-    "other figures are explained under “Which examples drag?”."
+    "“Held back” counts the visits at which its weight was below one half; “until” is the last "
+    "such step. The other figures are explained under “Which examples drag?”."
 )
 
 
 def held_back_text(data: RunData) -> str:
-    """Return how many examples the rule holds back now; "the rule" goes before it."""
+    """Return how many examples the rule holds back now, to follow the words "the rule"."""
     now, released = (len(held_back_rows(data.draggers, now=each)) for each in (True, False))
     total = len(data.draggers)
     if not now and not released:

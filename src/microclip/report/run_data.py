@@ -241,7 +241,7 @@ class HeldBack:
 
 
 def read_held_back(record: Record, wrong: Collection[str]) -> HeldBack:
-    """Count who is held back after each stretch: had little weight at the last visit."""
+    """Count the examples held back after each stretch: low weight at their last visit."""
     source = Source.open(record)
     index = IdIndex(source.integers)
     held, are_wrong = np.zeros(0, dtype=bool), np.zeros(0, dtype=bool)
@@ -313,7 +313,7 @@ class RunData:
 
     @property
     def is_clipped(self) -> bool:
-        """Whether a rule from norms to weights was applied, perhaps besides weights of examples."""
+        """Whether a rule for norms was applied, perhaps besides weights of examples."""
         if self.held is None:
             return not self.is_plain
         rule = self.run.example_rule

@@ -1,4 +1,4 @@
-"""Rules: what weight each micro-batch, or each example, gets.
+"""Rules: the weight of each micro-batch, or of each example.
 
 - `norms`: rules that weight micro-batches by the norms of their gradients, as the paper does.
 - `examples`: rules that weight examples by what is known about them before the backward pass.

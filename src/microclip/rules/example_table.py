@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-GAPS = 64  # rows per example that a table without an index may have,
-FREE = 2**20  # besides so many that are always allowed
+GAPS = 64  # rows per example that a table without an index may have
+FREE = 2**20  # rows that it may have in any case
 RECENT = 4096  # new keys that are kept aside until they are sorted into the index
 MOST = 255  # visits that are counted
 
@@ -115,7 +115,7 @@ class ExampleTable:
         self._columns = {name: column[rows] for name, column in self._columns.items()}
 
     def _drop_index(self) -> None:
-        """Go without an index if the keys turn out to be integers without large gaps."""
+        """Drop the index if the keys turn out to be integers without large gaps."""
         assert self._index is not None
         keys = self._index.keys()
         if not self._count or self._has_gaps(keys):

@@ -37,7 +37,7 @@ class ExampleRule(Rule):
     """Gives every example a weight. Subclass it and write `weigh`, and `remember` to learn.
 
     Args:
-        clip: A rule from norms to weights, applied to micro-batches of weighted examples.
+        clip: A rule for norms, such as `Unit()`, applied to micro-batches of weighted examples.
         total_steps: How many steps training will have, for rules whose behavior depends on it.
             The integrations set it if it is None.
     """
@@ -51,8 +51,7 @@ class ExampleRule(Rule):
     def __init__(self, *, clip: Rule | None = None, total_steps: int | None = None) -> None:
         if clip is not None and (not isinstance(clip, Rule) or isinstance(clip, ExampleRule)):
             raise TypeError(
-                "clip must be a rule from norms to weights, such as microclip.rules.Unit(), but "
-                f"got {clip!r}."
+                f"clip must be a rule for norms, such as microclip.rules.Unit(), but got {clip!r}."
             )
         if clip is not None and self.needs_norms:
             raise ValueError(
@@ -82,7 +81,7 @@ class ExampleRule(Rule):
         """Learn from a finished step; called once per step, with the same data on every rank."""
 
     def messages(self) -> list[str | Warning]:
-        """Return what users should know since the last call, for `outcome.notes`.
+        """Return what users should know of since the last call, for `outcome.notes`.
 
         Warnings among them are also issued, once the step is finished.
         """
@@ -129,7 +128,7 @@ def check_total_steps(total_steps: object) -> int | None:
         steps = operator.index(total_steps)
     if steps < 1:
         raise ValueError(
-            "total_steps must be how many optimizer steps training will have, or None, but got "
+            "total_steps must be the number of optimizer steps of all training, or None, but got "
             f"{total_steps!r}."
         )
     return steps
@@ -151,7 +150,7 @@ class LossWeight(ExampleRule):
     needs_losses = True
     needs_ids = False
     MEMORY = 0.9  # the share of the past in the averages
-    FEW = 12  # losses, before which nothing is known about them
+    FEW = 12  # losses to see before any of them is judged
 
     def __init__(self, low: float = 2.0, high: float = 4.0, *, clip: Rule | None = None) -> None:
         super().__init__(clip=clip)

@@ -1,4 +1,4 @@
-"""Rules that remember every example: those whose loss stays high are held back.
+"""Rules that remember every example, and hold back those whose loss stays high.
 
 Each example has a moving average of its losses (or of its gradient norms), over its visits. Once
 training has learned most examples, the averages fall into two groups, and an example's weight is
@@ -141,7 +141,7 @@ class LossHistory(ExampleRule):
 
     Args:
         total_steps: How many steps training will have; the integrations know it.
-        clip: A rule from norms to weights, such as `Unit()`, which helps in regression with
+        clip: A rule for norms, such as `Unit()`, which helps in regression with
             outliers.
         most: Warn if more than this share of all examples is held back.
     """
@@ -329,7 +329,7 @@ class LossHistory(ExampleRule):
             self._warn(
                 f"{type(self).__name__} holds back {share:.0%} of all examples, more than "
                 f"most={self.most:g}. If that many cannot be wrong, the others are not learned "
-                "well enough: use a larger learning rate or a longer training, or no rule."
+                "well enough: train longer or with a larger learning rate, or without this rule."
             )
         return rows, weights
 
@@ -345,11 +345,11 @@ class LossHistory(ExampleRule):
                 self.mixtures[number] = own if own and own.separation > APART else None
 
     def _judge(self, rows: Tensor, weights: Tensor) -> None:
-        """Go on only while suspects that were left out stay as bad as they were."""
+        """Continue only while suspects that are left out stay as bad as they were."""
         table = self.table
         suspects = rows[(weights < 0.5) & table["held"][rows]]
         if not len(suspects):
-            self._release("none of them is suspicious any more")
+            self._release("none of them is suspicious anymore")
             return
         last = table["last"][suspects].median().item()
         before = table["before"][suspects].median().item()
@@ -440,7 +440,7 @@ class LossHistory(ExampleRule):
 class NormHistory(LossHistory):
     """Holds back examples whose gradient norm stays high; needs `microbatch_size=1`.
 
-    As `LossHistory`, with the norm of an example's gradient in place of its loss. It finds some
+    Like `LossHistory`, with the norm of an example's gradient in place of its loss. It finds some
     kinds of wrong labels better, at the price of per-example norms.
     """
 

@@ -29,7 +29,7 @@ KNOWN: dict[str, type[Rule]] = {
 
 
 def parse_rule(text: str) -> Rule:
-    """Return the rule that is written like Quantile(0.25), LossHistory(clip=Unit) or loss-history.
+    """Return the rule for a text such as Quantile(0.25), LossHistory(clip=Unit) or loss-history.
 
     >>> parse_rule("MinNorm"), parse_rule("Quantile(0.25)"), parse_rule("median(rescale=True)")
     (MinNorm(), Quantile(q=0.25, rescale=False), Median(rescale=True))
@@ -38,7 +38,7 @@ def parse_rule(text: str) -> Rule:
     try:
         return _rule(ast.parse(_class_name(name) + bracket + rest, mode="eval").body, text)
     except SyntaxError as error:
-        raise ValueError(f"{text!r} is not a rule; write one as in Quantile(0.25).") from error
+        raise ValueError(f"{text!r} is not a rule; write it like Quantile(0.25).") from error
 
 
 def _rule(node: ast.expr, text: str) -> Rule:

@@ -48,7 +48,7 @@ def read(path: Path) -> Sound:
     except soundfile.LibsndfileError as error:
         raise LayoutError(
             f"{path} is damaged and cannot be decoded ({error}) Copy it again from where the data "
-            "came from, or delete it together with its line of the transcript."
+            "came from, or delete it and its line in the transcript."
         ) from error
     return resampled(sound.mean(1), rate)
 

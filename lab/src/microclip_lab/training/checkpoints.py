@@ -2,7 +2,7 @@
 
 A checkpoint holds everything the next step depends on: weights, optimizer, schedule, loss scaler,
 random states, the clipper. Which examples come next follows from the step number. Its manifest has
-a checksum of every file. Nothing in it is pickled: reading one, from whomever, runs no code.
+a checksum of every file. Nothing in it is pickled: reading one runs no code, whoever wrote it.
 """
 
 from __future__ import annotations
@@ -136,8 +136,8 @@ class Checkpoints:
         except OSError as error:
             shutil.rmtree(partial, ignore_errors=True)
             raise OSError(
-                f"The checkpoint {path} could not be written: {error.strerror or error}. Those "
-                "before it are whole: mend this, and run the same command with --resume."
+                f"The checkpoint {path} could not be written: {error.strerror or error}. Earlier "
+                "ones are intact: fix this, and run the same command with --resume."
             ) from error
         accelerator.wait_for_everyone()
 
@@ -185,7 +185,7 @@ class Checkpoints:
         return file.read_text(encoding="utf-8", errors="replace")
 
     def _way_out(self, damaged: Path) -> str:
-        """Say from where the run can go on."""
+        """Say where the run can resume from."""
         for path in reversed([path for path in self._all() if path < damaged]):
             try:
                 _verified(path)
@@ -249,7 +249,7 @@ def _content(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise DamagedFileError(f"{path} is damaged ({error}).") from error
     if not isinstance(content, dict) or not is_intact(content):
-        raise DamagedFileError(f"{path} is damaged: it does not have its own checksum.")
+        raise DamagedFileError(f"{path} is damaged: its content does not match its own checksum.")
     if content.get("format") != FORMAT or content.get("version") != VERSION:
         raise DamagedFileError(
             f"{path} says {content.get('format')!r}, version {content.get('version')!r}, but this "
