@@ -110,8 +110,6 @@ def _take_slot() -> int:
 class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Marks every tensor that depends on the examples or on recorded parameters."""
 
-    _slot = -1  # until it has one
-
     def __init__(self, examples: int, model: nn.Module | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.examples = examples
@@ -131,14 +129,10 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.by_place = False  # whether examples were selected by their position in the batch
 
     def close(self) -> None:
-        """Release the attribute for another tracker."""
+        """Release the attribute for another tracker; one that is interrupted may keep it."""
         slot, self._slot = self._slot, -1
         if slot >= 0:
             _free_slots.append(slot)
-
-    def __del__(self) -> None:
-        # one that an interrupt kept from being closed
-        self.close()
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
