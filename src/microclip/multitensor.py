@@ -1,8 +1,8 @@
 """Operations over all gradients of a model at once; the only user of `torch._foreach_*`.
 
-Norms are taken block by block and combined in float64. A single reduction over a large float32
-tensor drifts (8e-4 over 40 million elements on a CPU, so an embedding table would not be exact);
-small blocks stay below 1e-6 at worst and cost no more.
+Norms are taken block by block and combined in float64, if the device has it. A single reduction
+over a large float32 tensor drifts (8e-4 over 40 million elements on a CPU, so an embedding table
+would not be exact); small blocks stay below 1e-6 at worst and cost no more.
 
 Squares leave the range of their dtype long before the numbers do: those of float32 lose digits
 below 1e-19 and overflow above 1e19. So a norm near either end is recomputed, scaled.
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from functools import cache
 from typing import cast
 
 import torch
@@ -29,9 +30,22 @@ def on_host(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu"
 
 
+@cache
 def widest(device: torch.device) -> torch.dtype:
-    """Return the dtype that norms are combined in."""
-    return torch.float32 if device.type == "mps" else torch.float64
+    """Return the dtype that norms are combined in: float64, or float32 if the device has none.
+
+    MPS and some XPUs have none. Unknown devices are asked, once.
+    """
+    if device.type in ("cpu", "cuda", "meta"):
+        return torch.float64
+    try:
+        with torch._C.DisableTorchFunction():
+            torch.ones((), dtype=torch.float64, device=device).add(1)
+    except torch.OutOfMemoryError:
+        raise
+    except (TypeError, RuntimeError):
+        return torch.float32
+    return torch.float64
 
 
 def norm(tensors: list[Tensor], device: torch.device) -> Tensor:

@@ -7,6 +7,7 @@ cost of `import microclip`. Sharded models bring their own engines (`ShardedEngi
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
 import time
@@ -400,4 +401,6 @@ def _wait_for(devices: set[torch.device]) -> None:
     """Wait for accelerators, so that the clock shows the actual work."""
     for device in devices:
         if device.type != "cpu":
-            torch.get_device_module(device).synchronize(device)
+            synchronize = torch.get_device_module(device).synchronize
+            # that of MPS takes no argument
+            synchronize(*([device] if inspect.signature(synchronize).parameters else []))

@@ -188,16 +188,18 @@ class StepRecord:
         return self._all_norms()
 
     def example_losses(self) -> Tensor:
-        """Return a loss for each example, that of its micro-batch if it has none of its own."""
+        """Return a loss for each example, that of its micro-batch if it has none of its own.
+
+        On the host: rules with memory are the only ones that ask.
+        """
         self._all_norms()
         if not self._found:
             return torch.zeros(0, dtype=torch.float64)
         found = self._found[0]
         if found.example_losses is not None:
-            return found.example_losses.double()
+            return found.example_losses.cpu().double()  # in this order: MPS has no float64
         assert found.losses is not None
-        sizes = torch.tensor(self._sizes, device=found.losses.device)
-        return found.losses.double().repeat_interleave(sizes)
+        return found.losses.cpu().double().repeat_interleave(torch.tensor(self._sizes))
 
     def weigh(self, domain: Hashable) -> Weighting:
         """Apply the rule to one domain; all its micro-batches must have been added."""

@@ -179,7 +179,7 @@ class Budget:
         need = seen.peak * _growth(microbatches, seen) * max(microbatches.sizes)
         if not need:  # nothing is saved beyond what was there before
             return len(microbatches)
-        return max(1, min(len(microbatches), int(self._room(parameters) / need)))
+        return max(1, int(min(len(microbatches), self._room(parameters) / need)))  # may be inf
 
     @contextmanager
     def learning(

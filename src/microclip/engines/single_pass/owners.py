@@ -19,6 +19,7 @@ from torch import Tensor
 from microclip.engines.base import CannotFuseError
 
 NO_OWNER = -1
+FEW = 2**16  # numbers that are copied from an accelerator sooner than reduced there
 
 
 class Owners:
@@ -47,6 +48,7 @@ class Owners:
     @classmethod
     def of(cls, vector: Tensor, examples: int) -> Owners:
         """Return owners given one by one, in the simplest equivalent form."""
+        vector = vector.cpu()  # once: several values of it are about to be read
         count = vector.shape[0]
         if count and count % examples == 0:
             times = count // examples
@@ -249,6 +251,8 @@ def from_elements(owners: Tensor, examples: int) -> Owned | Literal[False] | Non
     if not owners.numel():
         nothing = torch.zeros(0, dtype=torch.long, device=owners.device)
         return Owned(list(owners.shape).index(0), Owners(examples, base=nothing))
+    if owners.numel() <= FEW:
+        owners = owners.cpu()  # one read, and not one for every axis
     largest = owners.max()
     if int(largest) == NO_OWNER:
         return None

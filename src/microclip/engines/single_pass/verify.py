@@ -51,11 +51,14 @@ class Tolerance:
 
 
 class Comparison:
-    """How far gradients are off, parameter by parameter; no gradient is kept."""
+    """How far gradients are off, parameter by parameter; no gradient is kept.
+
+    Norms stay on their devices until all of them are read at once.
+    """
 
     def __init__(self) -> None:
-        self._errors: dict[str, float] = {}
-        self._norms: dict[str, float] = {}
+        self._errors: dict[str, Tensor] = {}
+        self._norms: dict[str, Tensor] = {}
         self._dtypes: set[torch.dtype] = set()
 
     @torch.no_grad()
@@ -63,9 +66,10 @@ class Comparison:
         """Compare one parameter's gradients; a missing one counts as zero."""
         given = [each for each in (found, wanted) if each is not None]
         self._dtypes |= {each.dtype for each in given}
-        self._norms[name] = 0.0 if wanted is None else _norm(wanted)
+        nothing = torch.zeros((), dtype=torch.float64)
+        self._norms[name] = nothing if wanted is None else _norm(wanted)
         if found is None or wanted is None:
-            self._errors[name] = sum(_norm(each) for each in given)
+            self._errors[name] = _norm(given[0]) if given else nothing
         else:
             self._errors[name] = _norm(found.to(wanted.dtype) - wanted)
 
@@ -75,26 +79,44 @@ class Comparison:
     @property
     def error(self) -> float:
         """The error of the whole gradient, relative to its norm."""
-        total, norm = (math.hypot(*parts.values()) for parts in (self._errors, self._norms))
+        errors, norms = self._read()
+        total, norm = math.hypot(*errors.values()), math.hypot(*norms.values())
         return total / norm if norm else total
 
     def suspect(self, rounded: bool) -> str | None:
         """Return the parameter that is furthest off, if any is too far off or not finite."""
         tolerance = Tolerance.for_(self._dtypes, rounded)
-        whole = math.hypot(*self._norms.values())
+        errors, norms = self._read()
+        whole = math.hypot(*norms.values())
         worst, suspect = 1.0, None
-        for name, error in self._errors.items():
+        for name, error in errors.items():
             if not math.isfinite(error):
                 return name
-            allowed = tolerance.relative * self._norms[name] + tolerance.absolute * whole
+            allowed = tolerance.relative * norms[name] + tolerance.absolute * whole
             if error > allowed and error / (allowed or 1e-300) > worst:
                 worst, suspect = error / (allowed or 1e-300), name
         return suspect
 
+    def _read(self) -> tuple[dict[str, float], dict[str, float]]:
+        """Return all errors and norms, with one read from each device."""
+        tensors = [*self._errors.values(), *self._norms.values()]
+        found = [0.0] * len(tensors)
+        for device in {tensor.device for tensor in tensors}:
+            here = [place for place, tensor in enumerate(tensors) if tensor.device == device]
+            together = torch.stack([tensors[place] for place in here])
+            for place, value in zip(here, together.tolist(), strict=True):
+                found[place] = value
+        half = len(self._errors)
+        return (
+            dict(zip(self._errors, found[:half], strict=True)),
+            dict(zip(self._norms, found[half:], strict=True)),
+        )
 
-def _norm(gradient: Tensor) -> float:
+
+def _norm(gradient: Tensor) -> Tensor:
     gradient = torch.view_as_real(gradient) if gradient.is_complex() else gradient
-    return float(gradient.double().norm())
+    found: Tensor = torch.linalg.vector_norm(gradient, dtype=multitensor.widest(gradient.device))
+    return found
 
 
 class Verifier:

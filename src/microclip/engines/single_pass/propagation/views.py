@@ -22,6 +22,7 @@ from microclip.engines.single_pass.propagation.registry import (
     unknown,
 )
 from microclip.engines.single_pass.tracker import Tracker
+from microclip.multitensor import widest
 
 
 @owned_rule("view", "_unsafe_view", "reshape", "_reshape_alias", "flatten", "unflatten")
@@ -271,7 +272,7 @@ def _moved(tracker: Tracker, func: Any, args: Any, kwargs: Any, result: Any, sta
     try:
         moved = func(shadow.contiguous(), *args[1:], **kwargs)
     except RuntimeError:  # not for integers
-        moved = func(shadow.double(), *args[1:], **kwargs)
+        moved = func(shadow.to(widest(x.device)), *args[1:], **kwargs)
     moved = moved[0] if isinstance(moved, tuple) else moved
     state_ = by_elements(tracker, func, moved.long())
     return (
@@ -329,7 +330,7 @@ def pad_packed(
     if state.axis != 0:
         return mixed(tracker, func)
     with tracker.paused():
-        rows = (state.owners.vector(data.device) + 1).double().unsqueeze(1)
+        rows = (state.owners.vector(data.device) + 1).to(widest(data.device)).unsqueeze(1)
         padded = func(rows, sizes, batch_first, 0.0, args[4])[0]
         found = by_elements(tracker, func, padded.squeeze(2).long() - 1)
     return [found, None]

@@ -1,0 +1,500 @@
+"""Training on a device and on the host, side by side; a child process that compares them.
+
+    python tests/support/device_cells.py accel            the stand-in device
+    python tests/support/device_cells.py accel32          the one without float64
+    python tests/support/device_cells.py cuda             a real one
+
+It reads names of cells, one per line, and answers each with a line of JSON: the error if there was
+one, the largest difference between the two, and what the host read from the device in each step.
+After "by dispatch: " the stand-in's reads are counted as those of a real device. `Child` is the
+other end.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import math
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+import torch
+from host_reads import CountReads, Counts
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from microclip import Clipper, Ledger, multitensor, rules
+from microclip.rules import ExampleRule, Rule, Seen
+
+import stand_in_device
+
+BY_DISPATCH = "by dispatch: "
+EXAMPLES, STEPS = 8, 6
+CHECKED = (0, 1, 3)  # steps in which engines check themselves
+ORDINARY = (2, 4, 5)
+DOMAINS = ["en", "de", "en", "en", "de", "en", "en", "de"]
+ENGINES = ("stream", "two_pass", "fused", "auto")
+IDS = 200  # of which the first 40 are held back
+
+RULES: dict[str, Callable[[], Rule]] = {
+    "MinNorm": rules.MinNorm,
+    "Unit": rules.Unit,
+    "Fixed": partial(rules.Fixed, 0.5),
+    "Median": rules.Median,
+    "Mean": rules.Mean,
+    "Mean, rescaled": partial(rules.Mean, rescale=True),
+    "Quantile": partial(rules.Quantile, 0.3),
+    "Automatic": rules.Automatic,
+    "Keep": rules.Keep,
+    "LossHistory": lambda: _experienced(rules.LossHistory()),
+    "LossHistory, clipped": lambda: _experienced(rules.LossHistory(clip=rules.MinNorm())),
+    "LossHistory, median": lambda: _experienced(rules.LossHistory(clip=rules.Median())),
+    "NormHistory": lambda: _experienced(rules.NormHistory()),
+    "LossWeight": rules.LossWeight,
+    "LossWeight, clipped": lambda: rules.LossWeight(clip=rules.MinNorm()),
+}
+
+
+@dataclass(frozen=True)
+class Cell:
+    engine: str = "stream"
+    rule: str = "MinNorm"
+    model: str = "mlp"
+    b: int | None = 3
+    reduction: str = "mean"
+    nonfinite: str = "propagate"
+    how: str = "backward"  # or "fold", in two chunks; "own": after the user's own backward passes
+    dtype: torch.dtype = torch.float32
+    domains: bool = False
+    ledger: bool = False
+    scaled: bool = False  # by a GradScaler
+    bad: bool = False  # one example of the last step has NaN
+    tight: bool = False  # a memory budget
+    mean_loss: bool = False  # loss_fn returns a mean
+
+
+def _experienced(rule: ExampleRule) -> ExampleRule:
+    """Return a rule that holds back examples already."""
+    rule.load_state_dict({**copy.deepcopy(_experience(type(rule))), "clip": {}})
+    return rule
+
+
+@cache
+def _experience(kind: type[ExampleRule]) -> dict[str, Any]:
+    """Return the state of a rule that has seen some examples learned, and others not."""
+    rule, ids = kind(), torch.arange(IDS)
+    for epoch in range(16):
+        noise = 0.05 * torch.rand(IDS, generator=torch.Generator().manual_seed(epoch)).double()
+        losses = torch.where(ids < 40, 2.3 + 0.02 * epoch, 2.3 * math.exp(-epoch / 3)) + noise
+        weights = rule.weigh(ids, None)
+        rule.remember(Seen(epoch, ids, losses, weights, torch.zeros_like(ids), losses))
+    assert bool((rule.weigh(ids, None)[:40] < 0.5).all())
+    return rule.state_dict()
+
+
+# ---- models, each with inputs for it
+
+
+class Tokens(nn.Module):
+    """Embeddings, attention that leaves padding out, and the mean over what is left."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 8, padding_idx=0)
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.norm, self.head = nn.LayerNorm(8), nn.Linear(8, 5)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        padding = tokens == 0
+        x = self.embedding(tokens)
+        x = self.norm(x + self.attention(x, x, x, key_padding_mask=padding, need_weights=False)[0])
+        kept = (~padding).to(x.dtype).unsqueeze(2)
+        return self.head((x * kept).sum(1) / kept.sum(1))
+
+
+class Recurrent(nn.Module):
+    """An RNN, and of its outputs the one at a place that each example names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 6)
+        self.rnn, self.head = nn.RNN(6, 7, batch_first=True), nn.Linear(7, 5)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        outputs, _ = self.rnn(self.embedding(tokens))
+        last = (tokens != 0).sum(1).sub(1).clamp(min=0)
+        return self.head(outputs.gather(1, last[:, None, None].expand(-1, 1, 7)).squeeze(1))
+
+
+class Sorted(nn.Module):
+    """Brings examples into the order of their length, and back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(11, 6), nn.Linear(6, 5)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        order = (tokens != 0).sum(1).argsort(stable=True)
+        hidden = self.embedding(tokens[order]).mean(1)
+        return self.head(hidden[order.argsort()])
+
+
+def _mlp(*more: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 16), nn.LayerNorm(16), nn.GELU(), *more, nn.Linear(16, 5))
+
+
+def _conv(normalization: nn.Module) -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3, padding=1), normalization, nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(),
+        nn.Linear(36, 5),
+    )  # fmt: skip
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "mlp": _mlp,
+    "dropout": lambda: _mlp(nn.Dropout(0.5)),
+    "conv": lambda: _conv(nn.GroupNorm(2, 4)),
+    "batchnorm": lambda: _conv(nn.BatchNorm2d(4)),
+    "tokens": Tokens,
+    "recurrent": Recurrent,
+    "sorted": Sorted,
+}
+
+
+def inputs(model: str, step: int) -> Tensor:
+    """Return the inputs of a step."""
+    generator = torch.Generator().manual_seed(step)
+    if model in ("conv", "batchnorm"):
+        return torch.randn(EXAMPLES, 2, 6, 6, generator=generator)
+    if model in ("tokens", "recurrent", "sorted"):
+        tokens = torch.randint(1, 11, (EXAMPLES, 6), generator=generator)
+        lengths = torch.randint(2, 7, (EXAMPLES, 1), generator=generator)
+        return tokens.where(torch.arange(6) < lengths, 0)
+    return torch.randn(EXAMPLES, 6, generator=generator) * (1 + torch.arange(EXAMPLES)[:, None])
+
+
+# ---- a cell
+
+CELLS: dict[str, Cell] = {
+    **{f"{engine}: {rule}": Cell(engine, rule) for rule in RULES for engine in ENGINES},
+    **{f"{engine}: {model}": Cell(engine, model=model) for model in MODELS for engine in ENGINES},
+    **{
+        f"{engine}: {what}": Cell(engine, **more)
+        for what, more in {
+            "sum": {"reduction": "sum"},
+            "one micro-batch": {"b": None},
+            "single examples": {"b": 1},
+            "domains": {"domains": True},
+            "domains, Median": {"domains": True, "rule": "Median"},
+            "domains, LossHistory": {"domains": True, "rule": "LossHistory"},
+            "ledger": {"ledger": True},
+            "ledger, LossHistory": {"ledger": True, "rule": "LossHistory", "domains": True},
+            "chunks": {"how": "fold"},
+            "chunks, Median": {"how": "fold", "rule": "Median"},
+            "chunks, LossHistory": {"how": "fold", "rule": "LossHistory"},
+            "skip": {"nonfinite": "skip"},
+            "skip one": {"nonfinite": "skip", "bad": True},
+            "skip one, Median": {"nonfinite": "skip", "bad": True, "rule": "Median"},
+            "raise": {"nonfinite": "raise"},
+            "raise for one": {"nonfinite": "raise", "bad": True},
+            "propagate NaN": {"bad": True},
+            "float64": {"dtype": torch.float64},
+            "bfloat16": {"dtype": torch.bfloat16},
+            "loss scaler": {"scaled": True},
+            "memory budget": {"tight": True},
+            "mean loss": {"mean_loss": True},
+        }.items()
+        for engine in ENGINES
+    },
+    "own backward": Cell(how="own"),
+    "own backward, LossHistory": Cell(how="own", rule="LossHistory"),
+    "own backward, domains": Cell(how="own", domains=True),
+}
+CELLS = {
+    name: cell
+    for name, cell in CELLS.items()
+    # engines refuse these, on any device
+    if not (cell.engine == "stream" and cell.rule in ("Median", "Mean", "Quantile"))
+    and not (cell.engine == "stream" and cell.rule == "LossHistory, median")
+    and not (cell.engine == "fused" and (cell.model == "batchnorm" or cell.mean_loss))
+}
+
+
+@dataclass
+class Run:
+    """What training gave: numbers of the last outcome and all parameters, on the host."""
+
+    numbers: dict[str, Tensor]
+    reads: list[dict[str, int]]  # of each step
+    engine: str = ""
+
+
+def train(cell: Cell, device: str, counting: Callable[[], Any]) -> Run:
+    """Run all steps of a cell on a device."""
+    torch.manual_seed(0)
+    model = MODELS[cell.model]().to(device, cell.dtype)
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    b = 1 if cell.rule == "NormHistory" else cell.b
+    rule, found = RULES[cell.rule](), Run({}, [])
+    scaler = torch.amp.GradScaler(device, init_scale=64.0) if cell.scaled else None
+
+    def losses(batch: Any) -> Tensor:
+        x, y = batch
+        each = F.cross_entropy(model(x), y, reduction="none")
+        return each.mean() if cell.mean_loss else each
+
+    with tempfile.TemporaryDirectory() as folder:
+        ledger = Ledger(folder) if cell.ledger else None
+        clipper = Clipper(
+            model, b, rule=rule, engine=cell.engine, reduction=cell.reduction, ledger=ledger,
+            nonfinite=cell.nonfinite, grad_scaler=scaler,
+            memory_budget=2**14 if cell.tight else None,
+        )  # fmt: skip
+        for step in range(STEPS):
+            batch = _batch(cell, step, device)
+            optimizer.zero_grad()
+            with counting() as counts:
+                try:
+                    _step(clipper, cell, losses, batch, step)
+                except ArithmeticError as error:
+                    found.numbers["error"] = torch.tensor(len(str(error)))
+                    break
+            found.reads.append(dict(counts.reads))
+            if scaler is None:
+                optimizer.step()
+            else:
+                scaler.step(optimizer)
+                scaler.update()
+        if ledger is not None:
+            ledger.close()
+    outcome = clipper.outcome
+    for name in ("norms", "weights", "losses", "loss", "bounds", "example_weights", "skipped"):
+        value = getattr(outcome, name)
+        if value is not None:
+            found.numbers[name] = value.cpu().double()
+    for name, parameter in model.named_parameters():
+        found.numbers[name] = parameter.detach().cpu().double()
+    found.engine = outcome.engine
+    return found
+
+
+def _batch(cell: Cell, step: int, device: str) -> tuple[Tensor, Tensor]:
+    x = inputs(cell.model, step)
+    y = torch.randint(0, 5, (EXAMPLES,), generator=torch.Generator().manual_seed(100 + step))
+    if cell.bad and step == STEPS - 1:
+        x[4] = math.nan
+    return x.to(device, cell.dtype if x.is_floating_point() else None), y.to(device)
+
+
+def _step(clipper: Clipper, cell: Cell, losses: Any, batch: Any, step: int) -> None:
+    more: dict[str, Any] = {"domains": DOMAINS} if cell.domains else {}
+    if "History" in cell.rule or "Weight" in cell.rule or cell.ledger:
+        more["ids"] = [(24 + 8 * step + 5 * i) % IDS for i in range(EXAMPLES)]
+    if cell.how == "backward":
+        clipper.backward(losses, batch, **more)
+        return
+    b = cell.b or EXAMPLES
+    for start in range(0, EXAMPLES, 4 if cell.how == "fold" else b):
+        rows = slice(start, start + (4 if cell.how == "fold" else b))
+        part, given = tuple(t[rows] for t in batch), {k: v[rows] for k, v in more.items()}
+        if cell.how == "fold":
+            clipper.fold(losses, part, **given)
+        else:
+            loss = losses(part)
+            if "ids" in given:
+                clipper.weighted_loss(loss, **given).backward()
+            else:
+                loss.mean().backward()
+            if "domains" in given:
+                given["domain"] = given.pop("domains")[0]
+            clipper.fold(loss=loss, **given)
+    clipper.finish()
+
+
+def compare(cell: Cell, device: str, counting: Callable[[], Any]) -> dict[str, Any]:
+    """Return how a cell on a device differs from the same one on the host."""
+    if multitensor.widest(torch.device(device)) != torch.float64:
+        if cell.dtype == torch.float64:
+            return {"skipped": "The device has no float64."}
+        if cell.scaled and device == stand_in_device.NAME:
+            return {"skipped": "GradScaler computes in float64 on any such device but MPS."}
+    there = train(cell, device, counting)
+    here = train(cell, "cpu", _no_counting)
+    assert there.numbers.keys() == here.numbers.keys(), (there.numbers.keys(), here.numbers.keys())
+    differences = {
+        name: _difference(there.numbers[name], number) for name, number in here.numbers.items()
+    }
+    worst = max(differences, key=differences.__getitem__)
+    return {
+        "difference": differences[worst],
+        "worst": worst,
+        "reads": there.reads,
+        "engine": there.engine,
+        "finite": all(bool(number.isfinite().all()) for number in here.numbers.values()),
+    }
+
+
+def _difference(one: Tensor, other: Tensor) -> float:
+    """Return the largest difference, relative to the largest number; NaN equals itself."""
+    if one.shape != other.shape or bool((one.isnan() != other.isnan()).any()):
+        return math.inf
+    scale = other.nan_to_num().abs().max().item() if other.numel() else 0.0
+    return (one - other).nan_to_num().abs().max().item() / scale if scale else 0.0
+
+
+# ---- whether the stand-in is as strict as a real device
+
+
+def mixes(device: str, counting: Callable[[], Any]) -> dict[str, Any]:
+    """Return which mixes of devices were accepted; those with a number are all right."""
+    x, here = torch.randn(3, 3).to(device), torch.randn(3, 3)
+    index, mask = torch.tensor([0, 2]), torch.tensor([True, False, True])
+    attempts: dict[str, Callable[[], Any]] = {
+        "add": lambda: x + here,
+        "add in place": lambda: x.add_(here),
+        "write into the host": lambda: here.add_(x),
+        "matmul": lambda: x @ here,
+        "cat": lambda: torch.cat([x, here]),
+        "where": lambda: torch.where(x > 0, x, here),
+        "linear": lambda: F.linear(x, here),
+        "index_select": lambda: x.index_select(0, index),
+        "gather": lambda: x.gather(0, index[None]),
+        "mask": lambda: x.masked_fill(mask, 0.0),
+        "foreach": lambda: torch._foreach_add([x], [here]),
+        "number": lambda: x + torch.tensor(2.0),
+    }
+    return {"accepted": [name for name, attempt in attempts.items() if _works(attempt)]}
+
+
+def _works(attempt: Callable[[], Any]) -> bool:
+    try:
+        attempt()
+    except RuntimeError as error:
+        if "same device" not in str(error):
+            raise
+        return False
+    return True
+
+
+def ways_to_read(device: str, counting: Callable[[], Any]) -> dict[str, int]:
+    """Return how many reads were counted for each way to read, and for none."""
+    x, found = torch.randn(4).to(device), {}
+    repeats = torch.tensor([1, 2, 0, 1]).to(device)
+    ways: dict[str, Callable[[], Any]] = {
+        "nothing": lambda: (x * 2 + 1).sort().values.cumsum(0).clone(),
+        "upload": lambda: torch.tensor([1.0, 2.0], device=device),
+        "item": lambda: x[0].item(),
+        "float": lambda: float(x.sum()),
+        "bool": lambda: bool((x > 0).any()),
+        "tolist": lambda: x.tolist(),
+        "cpu": lambda: x.cpu(),
+        "to": lambda: x.to("cpu", torch.float16),
+        "copy_": lambda: torch.empty(4).copy_(x),
+        "equal": lambda: torch.equal(x, x + 1),
+        "nonzero": lambda: (x > 0).nonzero(),
+        "mask": lambda: x[x > 0],
+        "masked_select": lambda: x.masked_select(x > 0),
+        "unique": lambda: repeats.unique(),
+        "repeat_interleave": lambda: x.repeat_interleave(repeats),
+        "if": lambda: 1 if x[0] > 0 else 0,
+    }
+    for name, way in ways.items():
+        with counting() as counts:
+            way()
+        found[name] = counts.total
+    return found
+
+
+def makes_float64(device: str, counting: Callable[[], Any]) -> dict[str, Any]:
+    """Return which ways to make a float64 tensor worked."""
+    x, made = torch.randn(3).to(device), []
+    ways: dict[str, Callable[[], Any]] = {
+        "double": lambda: x.double(),
+        "zeros": lambda: torch.zeros(2, dtype=torch.float64, device=device),
+        "sum": lambda: x.sum(dtype=torch.float64),
+        "upload": lambda: torch.randn(3, dtype=torch.float64).to(device),
+    }
+    for name, way in ways.items():
+        try:
+            way()
+        except TypeError:
+            continue
+        made.append(name)
+    return {"made": made, "widest": str(multitensor.widest(torch.device(device)))}
+
+
+PROBES = {each.__name__: each for each in (mixes, ways_to_read, makes_float64)}
+
+
+@contextmanager
+def _no_counting() -> Iterator[Counts]:
+    yield Counts()
+
+
+@contextmanager
+def _count_by_dispatch() -> Iterator[Counts]:
+    with CountReads() as mode:
+        yield mode.counts
+
+
+def main(device: str) -> None:
+    warnings.simplefilter("ignore")
+    logging.disable()
+    torch.set_num_threads(1)
+    torch.backends.cudnn.allow_tf32 = False  # the host computes in full precision
+    counting: Callable[[], Any] = _count_by_dispatch
+    if device.startswith(stand_in_device.NAME):
+        counting = stand_in_device.install(float64=device == stand_in_device.NAME).counts
+        device = stand_in_device.NAME
+    for line in sys.stdin:
+        try:
+            name = line.strip().removeprefix(BY_DISPATCH)
+            how = _count_by_dispatch if line.startswith(BY_DISPATCH) else counting
+            answer = (
+                PROBES[name](device, how) if name in PROBES else compare(CELLS[name], device, how)
+            )
+        except Exception as error:
+            answer = {"error": repr(error)}
+        print(json.dumps(answer), flush=True)
+
+
+class Child:
+    """A process that has the device; it starts with the first question."""
+
+    def __init__(self, device: str) -> None:
+        self._device = device
+        self._process: subprocess.Popen[str] | None = None
+
+    def ask(self, name: str) -> dict[str, Any]:
+        """Return the answer to the name of a cell or probe."""
+        if self._process is None:
+            self._process = subprocess.Popen(
+                [sys.executable, __file__, self._device],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            )  # fmt: skip
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(name + "\n")
+        self._process.stdin.flush()
+        answer = self._process.stdout.readline()
+        if not answer:
+            raise RuntimeError(f"The process with the device ended with {self._process.wait()}.")
+        found: dict[str, Any] = json.loads(answer)
+        return found
+
+    def close(self) -> None:
+        """End the process."""
+        if self._process is not None:
+            self._process.communicate()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

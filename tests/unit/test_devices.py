@@ -1,0 +1,100 @@
+"""Engines and rules on a device other than the host: nothing is mixed, and hardly anything is read.
+
+The device is a stand-in (`stand_in_device`), once with float64 and once without, in a process of
+its own. With MICROCLIP_TEST_DEVICE=cuda, mps or xpu (`make test-gpu`) it is a real one as well.
+"""
+
+import os
+
+import pytest
+from device_cells import BY_DISPATCH, CELLS, EXAMPLES, ORDINARY, Child
+
+REAL = os.environ.get("MICROCLIP_TEST_DEVICE")
+TOLERANCE = {"torch.float32": 3e-6, "torch.float64": 1e-13, "torch.bfloat16": 2e-2}
+
+
+@pytest.fixture(scope="module")
+def children():
+    found = {name: Child(name) for name in ("accel", "accel32", *([REAL] if REAL else []))}
+    yield found
+    for child in found.values():
+        child.close()
+
+
+def reads_of(cell, engine):
+    """Return how often the host reads the device in an ordinary step of an engine: mostly never."""
+    reads = 0
+    microbatches = -(-EXAMPLES // cell.b) if cell.b and "clipped" in cell.rule else 1
+    if engine == "two_pass":  # whether both passes of the step before were the same
+        reads += 1
+    if cell.nonfinite != "propagate":  # whether there is something to skip
+        reads += 1
+    if "History" in cell.rule or "Weight" in cell.rule:  # the losses, for the rule's memory
+        reads += 1
+    if cell.rule == "NormHistory":
+        reads += 1
+    if "LossWeight" in cell.rule:  # in every forward pass: its losses make the weights
+        reads += {"fused": 1, "stream": microbatches, "two_pass": 2 * microbatches}[engine]
+    if cell.model == "sorted" and engine == "fused":  # whose row is it now, after each indexing
+        reads += 2
+    return reads
+
+
+def check(answer, cell, real=False):
+    if "skipped" in answer:
+        pytest.skip(answer["skipped"])
+    assert "error" not in answer, answer["error"]
+    if not (real and cell.model == "dropout"):  # whose masks are others there
+        tolerance = TOLERANCE[str(cell.dtype)] * (30 if real else 1)
+        assert answer["difference"] <= tolerance, answer["worst"]
+    steps = [answer["reads"][step] for step in ORDINARY if step < len(answer["reads"])]
+    expected = reads_of(cell, answer["engine"])
+    for reads in steps:
+        found = sum(reads.values())
+        assert found <= expected if real else found == expected, reads
+
+
+@pytest.mark.sample(5)
+@pytest.mark.parametrize("name", CELLS)
+def test_a_device_gives_what_the_host_gives_without_reads(children, name):
+    check(children["accel"].ask(name), CELLS[name])
+
+
+@pytest.mark.sample(11)
+@pytest.mark.parametrize("name", CELLS)
+def test_so_does_one_without_float64(children, name):
+    check(children["accel32"].ask(name), CELLS[name])
+
+
+@pytest.mark.skipif(REAL is None, reason="for `make test-gpu`")
+@pytest.mark.parametrize("name", CELLS if REAL else ["a real device"])
+def test_so_does_a_real_one(children, name):
+    check(children[REAL].ask(name), CELLS[name], real=True)
+
+
+@pytest.mark.parametrize("name", ["fused: MinNorm", "two_pass: LossWeight, clipped"])
+def test_reads_are_counted_alike_on_real_devices(children, name):
+    """There, by a dispatch mode."""
+    real, own = (children["accel"].ask(prefix + name) for prefix in (BY_DISPATCH, ""))
+    counts = [[sum(reads.values()) for reads in answer["reads"]] for answer in (real, own)]
+    assert counts[0] == counts[1]
+    assert counts[0][0] > 0
+
+
+@pytest.mark.parametrize("device", ["accel", "accel32"])
+def test_the_stand_in_refuses_mixes(children, device):
+    assert children[device].ask("mixes") == {"accepted": ["number"]}
+
+
+@pytest.mark.parametrize("prefix", ["", BY_DISPATCH])
+def test_every_way_to_read_counts(children, prefix):
+    found = children["accel"].ask(f"{prefix}ways_to_read")
+    assert [name for name, reads in found.items() if reads == 0] == ["nothing", "upload"]
+    assert all(reads <= 1 for reads in found.values()), found
+
+
+def test_float64_is_where_it_is(children):
+    every = ["double", "zeros", "sum", "upload"]
+    wide = {"made": every, "widest": "torch.float64"}
+    assert children["accel"].ask("makes_float64") == wide
+    assert children["accel32"].ask("makes_float64") == {"made": [], "widest": "torch.float32"}
