@@ -10,8 +10,8 @@ PUBLIC = {
     "microclip",
     *(f"microclip.{name}" for name in ("cli", "draggers", "files", "guard", "ledger", "outcome")),
     *(f"microclip.{name}" for name in ("probing", "report", "rules", "state_files")),
-    *(f"microclip.report.{name}" for name in ("blocks", "comparison", "figures", "folder")),
-    *(f"microclip.report.{name}" for name in ("page", "runs", "statistics")),
+    *(f"microclip.report.{name}" for name in ("blocks", "comparison", "folder", "page")),
+    *(f"microclip.report.{name}" for name in ("runs", "statistics", "traces")),
 }
 
 

@@ -15,11 +15,12 @@ from microclip.cli import main
 from microclip.report import RunFolder
 from microclip.report.blocks import Figure, Gallery, Table
 from microclip.report.comparison import Comparison, compare, lower_is_better, verdicts
-from microclip.report.figures import histogram, thinned
+from microclip.report.figures import histogram
 from microclip.report.page import LARGEST_PAGE, embedded, render
 from microclip.report.run_data import read_timeline
 from microclip.report.runs import read_run
 from microclip.report.statistics import Estimate, estimate, t_quantile
+from microclip.report.traces import thinned
 from microclip.report.write import write_report
 
 import ledgers

@@ -6,32 +6,40 @@ figure means is explained in `sections`.
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from microclip.report.blocks import Drawing
 from microclip.report.comparison import Comparison, ComparisonRow, settings_of
-from microclip.report.run_data import Line, Timeline
-from microclip.report.runs import Curve, Run
+from microclip.report.run_data import Timeline
+from microclip.report.runs import Run
 from microclip.report.statistics import Estimate
+from microclip.report.traces import (
+    Look,
+    band,
+    cut,
+    error_bars,
+    escaped,
+    estimates_trace,
+    level,
+    level_trace,
+    line_trace,
+    log_ticks,
+    look,
+    strip,
+    thinned,
+    titled,
+)
 
-COLORS = (1, 3, 4, 5, 6, 7, 8)  # of the style sheet; the second is for plain training
-DASHES = ("solid", "dash", "dot", "dashdot")
-MARKS = ("circle", "square", "diamond", "triangle-up", "triangle-down", "cross", "star", "x")
 POINTS = 400  # per line, at most
 ALL_POINTS = 40_000  # per figure, all choices together
 BINS = 40
-LONGEST_NAME = 40
 
 ZERO = Estimate(0.0, 0.0, 0.0, 1)
 HATCHED = {"shape": "/", "fillmode": "overlay", "fgcolor": "var(--paper)", "size": 6}
-
-Trace = dict[str, Any]
 
 
 def curves(runs: Sequence[Run], metrics: Sequence[str]) -> dict[str, Drawing]:
@@ -80,12 +88,12 @@ def norms(timeline: Timeline, bound: bool = True) -> Drawing:
     """Draw bands of gradient norms, and the bound."""
     steps, by_quantile = timeline.steps, timeline.norms
     traces = [
-        *_band(steps, by_quantile[0.05], by_quantile[0.95], "90 % of the norms", "faint"),
-        *_band(steps, by_quantile[0.25], by_quantile[0.75], "half of the norms", "strong"),
-        _line(steps, by_quantile[0.5], "median norm", "var(--blue)"),
+        *band(steps, by_quantile[0.05], by_quantile[0.95], "90 % of the norms", "faint"),
+        *band(steps, by_quantile[0.25], by_quantile[0.75], "half of the norms", "strong"),
+        line_trace(steps, by_quantile[0.5], "median norm", "var(--blue)"),
     ]
     if bound:
-        traces.append(_line(steps, timeline.bound, "bound", "var(--orange)", dash="dash"))
+        traces.append(line_trace(steps, timeline.bound, "bound", "var(--orange)", dash="dash"))
     return Drawing(
         traces,
         {
@@ -93,7 +101,7 @@ def norms(timeline: Timeline, bound: bool = True) -> Drawing:
             "yaxis": {
                 "title": {"text": "gradient norm"},
                 "type": "log",
-                **_log_ticks(timeline),
+                **log_ticks([v for line in timeline.norms.values() for v in line]),
             },
         },
     )
@@ -103,9 +111,9 @@ def weights(timeline: Timeline) -> Drawing:
     """Draw bands of weights."""
     steps, by_quantile = timeline.steps, timeline.weights
     traces = [
-        *_band(steps, by_quantile[0.05], by_quantile[0.95], "90 %", "faint"),
-        *_band(steps, by_quantile[0.25], by_quantile[0.75], "half", "strong"),
-        _line(steps, by_quantile[0.5], "median", "var(--blue)"),
+        *band(steps, by_quantile[0.05], by_quantile[0.95], "90 %", "faint"),
+        *band(steps, by_quantile[0.25], by_quantile[0.75], "half", "strong"),
+        line_trace(steps, by_quantile[0.5], "median", "var(--blue)"),
     ]
     return Drawing(
         traces,
@@ -201,7 +209,7 @@ def domains_over_time(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -
         {
             "xaxis": {"title": {"text": "step"}},
             "yaxis": {"title": {"text": "weight share / example share"}},
-            "shapes": [_level(1)],
+            "shapes": [level(1)],
         },
     )
 
@@ -214,7 +222,7 @@ def domain_ratios(rows: Sequence[Mapping[str, Any]]) -> Drawing:
         "mode": "markers",
         "x": [row["ratio"] for row in known],
         "y": [escaped(cut(row["domain"])) for row in known],
-        "error_x": _errors(
+        "error_x": error_bars(
             [row["ratio"] for row in known],
             [row["low"] for row in known],
             [row["high"] for row in known],
@@ -223,7 +231,7 @@ def domain_ratios(rows: Sequence[Mapping[str, Any]]) -> Drawing:
         "hovertemplate": "%{y}: %{x:.2f}<extra></extra>",
         "showlegend": False,
     }
-    upright = {**_level(1), "x0": 1, "x1": 1, "xref": "x", "y0": 0, "y1": 1, "yref": "paper"}
+    upright = {**level(1), "x0": 1, "x1": 1, "xref": "x", "y0": 0, "y1": 1, "yref": "paper"}
     return Drawing(
         [trace],
         {
@@ -244,7 +252,7 @@ def sweet_spot(comparison: Comparison, metric: str) -> Drawing:
     names = [_tick(comparison, row) for row in clipped]
     values = [row.value for row in clipped]
     name = "clipped or weighted" if comparison.has_rules else "clipped"
-    traces = [_estimates(names, values, name, "")]
+    traces = [estimates_trace(names, values, name, "")]
     reached = [plain[0].value] if len(plain) == 1 else []
     scale, notes = _scale(values, [*values, *reached], "y", "{:.3g}")
     layout: dict[str, Any] = {
@@ -254,16 +262,16 @@ def sweet_spot(comparison: Comparison, metric: str) -> Drawing:
         "annotations": notes,
     }
     if reached:
-        traces.append(_level_trace(names, reached[0].mean, "plain training"))
+        traces.append(level_trace(names, reached[0].mean, "plain training"))
         if len(names) == 1:  # a line through one point would be invisible
-            layout["shapes"].append(_level(reached[0].mean))
+            layout["shapes"].append(level(reached[0].mean))
         if reached[0].low is not None:
             layout["shapes"].append(strip(reached[0].low, reached[0].high))
     differing = [row for row in clipped if row.difference is not None]
     if differing:
         ticks = [_tick(comparison, row) for row in differing]
         differences = [row.difference for row in differing if row.difference is not None]
-        traces.append(_estimates(ticks, differences, "difference from plain", "2"))
+        traces.append(estimates_trace(ticks, differences, "difference from plain", "2"))
         scale, notes = _scale(differences, [*differences, ZERO], "y2", "{:+.3g}")
         layout["annotations"] += notes
         layout["xaxis"] |= {"anchor": "y2", "domain": [0, 1]}
@@ -274,7 +282,7 @@ def sweet_spot(comparison: Comparison, metric: str) -> Drawing:
             "title": {"text": "difference from plain"},
             **scale,
         }
-        layout["shapes"].append({**_level(0), "yref": "y2"})
+        layout["shapes"].append({**level(0), "yref": "y2"})
     if not comparison.is_curve:
         layout["xaxis"]["title"]["text"] = "setting"
         for trace in traces:
@@ -322,179 +330,7 @@ def _ends(each: Estimate) -> tuple[float, float]:
     )
 
 
-def thinned(curve: Curve, points: int) -> tuple[list[int], list[float]]:
-    """Return the points of a curve, averaged if there are too many; the last stays as it is."""
-    steps, values = list(curve), list(curve.values())
-    if len(steps) <= points:
-        return steps, rounded(values)
-    pieces = np.array_split(np.arange(len(steps) - 1), points - 1)
-    xs = [steps[int(piece[len(piece) // 2])] for piece in pieces]
-    ys = [math.fsum(values[i] for i in piece) / len(piece) for piece in pieces]
-    return [*xs, steps[-1]], rounded([*ys, values[-1]])
-
-
-def rounded(values: Sequence[float | None]) -> list[Any]:
-    """Return values rounded to the digits that are visible."""
-    return [None if value is None else float(f"{value:.6g}") for value in values]
-
-
-def cut(text: str, length: int = LONGEST_NAME) -> str:
-    """Return a text that fits into a legend."""
-    return text if len(text) <= length else f"{text[: length - 1]}…"
-
-
-def escaped(text: str) -> str:
-    """Return a text in which plotly finds no markup and no template fields."""
-    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;").replace("%{", "% {")
-
-
-def titled(text: str) -> dict[str, str]:
-    """Return the title of an axis."""
-    return {"text": escaped(cut(text))}
-
-
-@dataclass(frozen=True)
-class Look:
-    """What a line looks like."""
-
-    line: dict[str, Any]
-    symbol: str
-    plain: bool
-
-
-def look(place: int, plain: bool = False) -> Look:
-    """Return the look of the n-th line; plain training looks the same everywhere.
-
-    Lines that share a color have different dashes.
-    """
-    if plain:
-        return Look({"color": "var(--orange)", "dash": "dash", "width": 2.2}, MARKS[-1], True)
-    color = f"var(--s{COLORS[place % len(COLORS)]})"
-    pattern = DASHES[place // len(COLORS) % len(DASHES)]
-    return Look({"color": color, "dash": pattern, "width": 1.8}, MARKS[place % len(MARKS)], False)
-
-
 def _tick(comparison: Comparison, row: ComparisonRow) -> str:
     if comparison.is_curve and row.setting.microbatch_size is not None:
         return str(row.setting.microbatch_size)
     return escaped(cut(row.setting.name, 30))
-
-
-def _estimates(names: Sequence[str], estimates: Sequence[Estimate], name: str, axis: str) -> Trace:
-    return {
-        "type": "scatter",
-        "mode": "lines+markers",
-        "x": names,
-        "y": [each.mean for each in estimates],
-        "xaxis": "x",
-        "yaxis": f"y{axis}",
-        "error_y": _errors(
-            [each.mean for each in estimates],
-            [each.low for each in estimates],
-            [each.high for each in estimates],
-        ),
-        "name": name,
-        "line": {"color": "var(--blue)", "width": 1.8},
-        "marker": {"color": "var(--blue)", "size": 8},
-        "showlegend": not axis,
-        "hovertemplate": "%{x}: %{y:.5g}<extra></extra>",
-    }
-
-
-def _errors(
-    means: Sequence[float], lows: Sequence[float | None], highs: Sequence[float | None]
-) -> dict[str, Any]:
-    above = [0.0 if h is None else h - m for m, h in zip(means, highs, strict=True)]
-    below = [0.0 if low is None else m - low for m, low in zip(means, lows, strict=True)]
-    return {
-        "type": "data",
-        "symmetric": False,
-        "array": above,
-        "arrayminus": below,
-        "color": "var(--blue)",
-        "thickness": 1.6,
-        "width": 5,
-    }
-
-
-def _level_trace(names: Sequence[str], value: float, name: str) -> Trace:
-    return {
-        "type": "scatter",
-        "mode": "lines",
-        "x": names,
-        "y": [value] * len(names),
-        "name": name,
-        "line": {"color": "var(--orange)", "dash": "dash", "width": 1.8},
-        "hovertemplate": f"{name}: %{{y:.5g}}<extra></extra>",
-    }
-
-
-def _level(value: float) -> dict[str, Any]:
-    return {
-        "type": "line",
-        "xref": "paper",
-        "x0": 0,
-        "x1": 1,
-        "y0": value,
-        "y1": value,
-        "line": {"color": "var(--orange)", "dash": "dash", "width": 1.6},
-    }
-
-
-def strip(low: float, high: float | None) -> dict[str, Any]:
-    """Return a horizontal band over the whole width."""
-    return {
-        "type": "rect",
-        "xref": "paper",
-        "x0": 0,
-        "x1": 1,
-        "y0": low,
-        "y1": high,
-        "fillcolor": "var(--orange-band)",
-        "line": {"width": 0},
-        "layer": "below",
-    }
-
-
-def _line(xs: Sequence[float], ys: Line, name: str, color: str, dash: str = "solid") -> Trace:
-    return {
-        "type": "scatter",
-        "mode": "lines",
-        "x": list(xs),
-        "y": rounded(ys),
-        "name": name,
-        "line": {"color": color, "dash": dash, "width": 1.8},
-        "hovertemplate": "%{y:.3g}",
-    }
-
-
-def _log_ticks(timeline: Timeline) -> dict[str, Any]:
-    """Return the ticks of a logarithmic axis: 1, 2 and 5, or only powers of ten."""
-    known = [v for line in timeline.norms.values() for v in line if v is not None and v > 0]
-    if not known or max(known) / min(known) > 1000:
-        return {"dtick": 1}
-    decades = range(math.floor(math.log10(min(known))), math.ceil(math.log10(max(known))) + 1)
-    ticks = [factor * 10.0**power for power in decades for factor in (1, 2, 5)]
-    return {"tickvals": ticks, "ticktext": [f"{tick:g}" for tick in ticks]}
-
-
-def _band(xs: Sequence[float], low: Line, high: Line, name: str, strength: str) -> list[Trace]:
-    """Fill the area between two lines."""
-    shared: Trace = {
-        "type": "scatter",
-        "mode": "lines",
-        "x": list(xs),
-        "line": {"width": 0},
-        "legendgroup": name,
-        "hoverinfo": "skip",
-    }
-    return [
-        {**shared, "y": rounded(low), "showlegend": False, "name": name},
-        {
-            **shared,
-            "y": rounded(high),
-            "name": name,
-            "fill": "tonexty",
-            "fillcolor": f"var(--blue-{strength})",
-        },
-    ]

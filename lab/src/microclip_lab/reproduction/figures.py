@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from microclip.report.blocks import Drawing
-from microclip.report.figures import Look, escaped, look, rounded, strip, titled
 from microclip.report.statistics import Estimate
+from microclip.report.traces import Look, escaped, log_ticks, look, rounded, strip, titled
 from microclip_lab.reproduction.record_tables import ArmRow
 from microclip_lab.reproduction.tasks import PLAIN
 from microclip_lab.reproduction.theory_part import RateTable
@@ -187,16 +186,6 @@ def with_band(
         "hovertemplate": "%{y:.4g}",
     }
     return [band, mean] if ends else [mean]
-
-
-def log_ticks(values: Sequence[float]) -> dict[str, Any]:
-    """Return which numbers stand beside a logarithmic axis: 1, 2 and 5, or powers of ten alone."""
-    known = [value for value in values if value > 0]
-    if not known or max(known) / min(known) > 1000:
-        return {"dtick": 1}
-    decades = range(math.floor(math.log10(min(known))), math.ceil(math.log10(max(known))) + 1)
-    ticks = [factor * 10.0**power for power in decades for factor in (1, 2, 5)]
-    return {"tickvals": ticks, "ticktext": [f"{tick:g}" for tick in ticks]}
 
 
 def level(value: float) -> dict[str, Any]:
