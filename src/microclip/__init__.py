@@ -5,9 +5,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from microclip import draggers, guard, ledger, report, rules
+    from microclip import draggers, guard, issues, ledger, report, rules
     from microclip.clipper import Clipper
     from microclip.dataset_ids import with_ids
+    from microclip.issues import find_issues
     from microclip.ledger import Ledger
     from microclip.outcome import Outcome
     from microclip.probing import ProbeEvery, probe
@@ -19,7 +20,9 @@ __all__ = [
     "Outcome",
     "ProbeEvery",
     "draggers",
+    "find_issues",
     "guard",
+    "issues",
     "ledger",
     "probe",
     "report",
@@ -35,7 +38,9 @@ _LAZY = {
     "Outcome": ("microclip.outcome", "Outcome"),
     "ProbeEvery": ("microclip.probing", "ProbeEvery"),
     "draggers": ("microclip.draggers", None),
+    "find_issues": ("microclip.issues", "find_issues"),
     "guard": ("microclip.guard", None),
+    "issues": ("microclip.issues", None),
     "ledger": ("microclip.ledger", None),
     "probe": ("microclip.probing", "probe"),
     "report": ("microclip.report", None),

@@ -66,6 +66,14 @@ COMMANDS = {
         needs=("sklearn", "pyarrow", "jinja2", "plotly"),
         install="microclip[demo]",
     ),
+    "issues": Command(
+        "which examples of a recorded run are probably wrong",
+        "microclip.issues.command:run",
+        "microclip.issues.command:IssuesConfig",
+        positional=True,
+        needs=("pyarrow", "numpy"),
+        install="microclip[ledger]",
+    ),
     "probe": Command(
         "what each micro-batch size would do to your model",
         "microclip.probing.command:run",

@@ -90,21 +90,8 @@ class Draggers:
                 never saw are kept as well. Without it, the ids in the ledger are returned in
                 ascending order.
         """
-        left_out = set(self.ids(fraction=fraction, n=n, threshold=threshold))
-        if all_ids is None:
-            ordered: list[Id] = pc.array_sort_indices(self.table["id"]).to_pylist()
-            known = self.table["id"].to_pylist()
-            return [known[place] for place in ordered if known[place] not in left_out]
-        every_id = list(all_ids)
-        if unknown := left_out.difference(every_id):
-            some = ", ".join(repr(one) for one in sorted(unknown, key=str)[:3])
-            kind = "integers" if pa.types.is_integer(self.table["id"].type) else "strings"
-            raise ValueError(
-                f"{len(unknown)} of the {len(left_out)} ids to remove are not in all_ids, for "
-                f"instance {some}. The ledger's ids are {kind}; all_ids must hold the same ids "
-                "that were passed to the Clipper as ids=."
-            )
-        return [one for one in every_id if one not in left_out]
+        left_out = self.ids(fraction=fraction, n=n, threshold=threshold)
+        return remaining_ids(self.table["id"], left_out, all_ids)
 
     def to_csv(self, path: PathLike) -> None:
         """Write the table as CSV.
@@ -112,11 +99,11 @@ class Draggers:
         Ids and domains that begin with = + - @, a tab or a carriage return get an apostrophe in
         front, because spreadsheets would run them as formulas.
         """
-        _write_csv(self.table, path)
+        write_csv(self.table, path)
 
     def to_parquet(self, path: PathLike) -> None:
         """Write the table as Parquet, unchanged."""
-        _write_parquet(self.table, path)
+        write_parquet(self.table, path)
 
     def to_cartography(self, path: PathLike) -> None:
         """Write a data map: a JSON line per example with guid, confidence and variability.
@@ -147,7 +134,7 @@ class Draggers:
         A JSON list if the file name ends in .json, else one id per line.
         """
         kept = self.kept_ids(fraction=fraction, n=n, threshold=threshold, all_ids=all_ids)
-        _write_ids(kept, path)
+        write_ids(kept, path)
 
     def _count(self, fraction: float | None, n: int | None, threshold: float | None) -> int:
         given = {"fraction": fraction, "n": n, "threshold": threshold}
@@ -173,7 +160,27 @@ class Draggers:
         return n
 
 
-def _write_csv(table: pa.Table, path: PathLike) -> None:
+def remaining_ids(
+    known: pa.ChunkedArray, left_out: Iterable[Id], all_ids: Iterable[Id] | None
+) -> list[Id]:
+    """Return all ids but those left out: of `all_ids` in its order, else known ones, sorted."""
+    removed = set(left_out)
+    if all_ids is None:
+        ordered: list[Id] = known.take(pc.array_sort_indices(known)).to_pylist()
+        return [one for one in ordered if one not in removed]
+    every_id = list(all_ids)
+    if unknown := removed.difference(every_id):
+        some = ", ".join(repr(one) for one in sorted(unknown, key=str)[:3])
+        kind = "integers" if pa.types.is_integer(known.type) else "strings"
+        raise ValueError(
+            f"{len(unknown)} of the {len(removed)} ids to remove are not in all_ids, for "
+            f"instance {some}. The ledger's ids are {kind}; all_ids must hold the same ids "
+            "that were recorded."
+        )
+    return [one for one in every_id if one not in removed]
+
+
+def write_csv(table: pa.Table, path: PathLike) -> None:
     """Write a table as CSV that is safe to open in a spreadsheet."""
     with open_whole(path) as file:
         pyarrow.csv.write_csv(without_formulas(table), file)
@@ -194,7 +201,7 @@ def _quoted(texts: pa.ChunkedArray) -> pa.ChunkedArray:
     return pc.if_else(pc.match_substring_regex(texts, FORMULA), quoted, texts)
 
 
-def _write_parquet(table: pa.Table, path: PathLike) -> None:
+def write_parquet(table: pa.Table, path: PathLike) -> None:
     """Write a table as Parquet."""
     with open_whole(path) as file:
         pq.write_table(table, file)
@@ -221,7 +228,7 @@ def _write_cartography(table: pa.Table, confidence: pa.Table, path: PathLike) ->
                 file.write(f"{json.dumps(line)}\n".encode())
 
 
-def _write_ids(kept: Sequence[int | str], path: PathLike) -> None:
+def write_ids(kept: Sequence[int | str], path: PathLike) -> None:
     """Write ids as a JSON list if the file name ends in .json, else one per line."""
     if Path(path).suffix == ".json":
         with open_whole(path) as file:

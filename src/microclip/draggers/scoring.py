@@ -42,7 +42,7 @@ def score(ledger: LedgerLike, method: str = "auto") -> Draggers:
             "raw_loss", "combined"; see `microclip.draggers.scoring`.
     """
     scored = _score_source(Source.open(ledger), method)
-    if _are_positions(scored.evidence):
+    if are_positions(scored.evidence):
         last, steps = len(scored.evidence) - 1, scored.evidence.steps
         warnings.warn(
             f"The ids 0 to {last} appear in every one of the {steps} steps: they look like "
@@ -134,7 +134,7 @@ def _expect_losses(source: Source, method: str) -> None:
         )
 
 
-def _are_positions(evidence: Evidence) -> bool:
+def are_positions(evidence: Evidence) -> bool:
     """Return whether ids look like those a Clipper assigns by default: 0, 1, ... in each step."""
     if evidence.steps < 2 or not (evidence.appearances == evidence.steps).all():
         return False
