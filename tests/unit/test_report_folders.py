@@ -4,6 +4,8 @@ import base64
 import json
 import os
 import re
+import struct
+import zlib
 
 import numpy as np
 import pytest
@@ -130,6 +132,73 @@ def test_pictures_have_the_right_pixels():
     back = matplotlib.imread(io.BytesIO(png(colours)))
     assert np.abs(back[..., :3] - colours).max() < 0.5 / 255 + 1e-6
     assert png([[2.0, -1.0, float("nan")]]) == png([[255, 0, 0]])
+
+
+RAMP = np.linspace(0, 1, 256).reshape(16, 16)
+
+
+@pytest.mark.parametrize(
+    "pixels",
+    [
+        RAMP,
+        RAMP.astype(np.float16),
+        RAMP * 2 - 1,
+        RAMP * 255,
+        (RAMP * 255).astype(np.float32),
+        (RAMP * 255).round().astype(np.uint8),
+        (RAMP * 255).round().astype(np.int64),
+        (RAMP * 65535).round().astype(np.uint16),
+        (RAMP * 4095).round().astype(np.uint16),  # 12 bits
+        (RAMP * 65535).astype(np.float64),
+        RAMP * 16,  # scikit-learn's digits
+        RAMP * 4.5 - 2.1,  # standardized
+        RAMP[None],  # channels first
+    ],
+    ids=lambda pixels: f"{pixels.dtype} to {pixels.max():g}",
+)
+def test_pictures_of_any_range_look_the_same(pixels):
+    assert shades(png(pixels)) == pytest.approx(list(range(256)), abs=1)
+
+
+def shades(content):
+    """Return the pixels of a gray picture, without the number of the filter before each line."""
+    (length,) = struct.unpack(">I", content[33:37])
+    lines = zlib.decompress(content[41 : 41 + length])
+    width = struct.unpack(">I", content[16:20])[0]
+    return [shade for place, shade in enumerate(lines) if place % (width + 1)]
+
+
+def test_a_dark_picture_of_bytes_stays_dark():
+    assert shades(png(np.full((2, 2), 9, np.uint8))) == [9] * 4
+    assert shades(png(np.array([[False, True]]))) == [0, 255]
+
+
+def test_overshoot_of_resampling_is_cut_off():
+    assert shades(png([[-0.03, 0.5, 1.04]])) == [0, 128, 255]
+    assert shades(png([[-3.0, 51.0, 260.0]])) == [0, 51, 255]
+
+
+def test_the_range_of_pixels_can_be_told():
+    assert shades(png([[0, 5, 10]], (0, 10))) == [0, 128, 255]
+    assert shades(png([[-128, 0, 127]], (-128, 127))) == [0, 128, 255]
+    assert shades(png([[0.0, 1.0]], (1, 0))) == [255, 0]  # ink on paper
+    assert shades(png([[3.0, 3.0], [float("inf"), float("nan")]])) == [255, 255, 255, 0]
+
+
+@pytest.mark.parametrize(
+    ("pixels", "given", "message"),
+    [
+        ([[-5, 9]], None, "between 0 and 65535, but these range from -5 to 9. Say which are black"),
+        ([[0, 70000]], None, "but these range from 0 to 70000"),
+        ([["a", "b"]], None, "Pixels must be numbers, but got an array of <U1"),
+        ([[0, 1]], (1, 1), "two different numbers, black and white, but got (1, 1)"),
+        ([[0, 1]], (0, float("nan")), "two different numbers"),
+        (np.zeros((5, 4, 6)), None, "but got one of shape (5, 4, 6)"),
+    ],
+)
+def test_pixels_that_cannot_be_shown_are_refused(pixels, given, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        png(pixels, given)
 
 
 # ----------------------------------------------------------------------------- reading, refusing

@@ -129,17 +129,22 @@ class RunFolder:
         label: object = None,
         truth: object = None,
         domain: object = None,
+        value_range: tuple[float, float] | None = None,
     ) -> None:
         """Describe an example so that the page can show it; a later description replaces it.
 
         Args:
-            id: The id that was passed to the `Clipper` in ids=.
-            image: The bytes of an image file, or pixels: height x width (x channels).
+            id: The id that was passed to the `Clipper` in ids=, or to `Ledger.record`.
+            image: The bytes of an image file, or pixels: height x width (x channels), or channels
+                x height x width.
             audio: The bytes of a sound file.
             text: A text.
             label: The label it was trained with.
             truth: The correct label, if known.
             domain: Where it comes from.
+            value_range: Which values of pixels are black and white. By default 0 and 1, -1 and 1,
+                0 and 255 or those of 16 bits, judging by type and values; anything else is
+                stretched.
         """
         shown = {"image": image, "audio": audio, "text": text}
         given = [kind for kind, content in shown.items() if content is not None]
@@ -153,16 +158,18 @@ class RunFolder:
             if kind == "text":
                 line["text"] = text
             else:
-                line["file"], line[FILE_CHECKSUM] = self._keep(id, kind, shown[kind])
+                line["file"], line[FILE_CHECKSUM] = self._keep(id, kind, shown[kind], value_range)
         facts = {"label": label, "truth": truth, "domain": domain}
         line |= {name: str(value) for name, value in facts.items() if value is not None}
         self._append(EXAMPLES, line)
 
-    def _keep(self, id: int | str, kind: str, content: Any) -> tuple[str, str]:
+    def _keep(
+        self, id: int | str, kind: str, content: Any, value_range: tuple[float, float] | None
+    ) -> tuple[str, str]:
         if not isinstance(content, bytes):
             from microclip.report.media import png
 
-            content = png(content)
+            content = png(content, value_range)
         (self.path / MEDIA).mkdir(exist_ok=True)
         stem = str(id)
         if not PLAIN_NAME.fullmatch(stem):  # an id may be anything, a file name may not

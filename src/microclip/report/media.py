@@ -8,6 +8,7 @@ since it can carry scripts. Knows nothing about what a run means.
 from __future__ import annotations
 
 import base64
+import math
 import os
 import stat
 import struct
@@ -40,6 +41,9 @@ SIGNATURES = {
 }
 IN_RIFF = {"image": {b"WEBP": "image/webp"}, "audio": {b"WAVE": "audio/wav"}}
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
+INTEGER_RANGES = (255, 1023, 4095, 16383, 65535)
+OVERSHOOT = 0.05
+DARKEST_WHITE = 64  # floats that go no higher hardly range from 0 to 255
 PNG_COLOR_TYPES = {1: 0, 3: 2, 4: 6}  # by the number of channels: gray, RGB, RGBA
 
 
@@ -148,28 +152,31 @@ def _is_small(content: bytes) -> bool:
     return bool(0 < width <= ENLARGED and 0 < height <= ENLARGED)
 
 
-def png(pixels: Any) -> bytes:
+def png(pixels: Any, value_range: tuple[float, float] | None = None) -> bytes:
     """Return an array of height x width (x channels) as a PNG file, without an imaging library.
 
     >>> png([[0, 255]])[:4]
     b'\\x89PNG'
 
     Args:
-        pixels: An array, a nested list or a tensor on the CPU. Integers range from 0 to 255, floats
-            from 0 to 1; values beyond are clipped. One channel (gray), three (RGB) or four (RGBA).
+        pixels: An array, a nested list or a tensor on the CPU: one channel (gray), three (RGB) or
+            four (RGBA), which may come first as well, as in torch.
+        value_range: Which values are black and white. By default `pixel_range` finds out.
     """
     import numpy as np  # here, so that the rest of this module needs the standard library only
 
     array = np.asarray(pixels)
     array = array[:, :, None] if array.ndim == 2 else array
+    if array.ndim == 3 and array.shape[2] not in PNG_COLOR_TYPES and array.shape[0] in (1, 3, 4):
+        array = array.transpose(1, 2, 0)
     if array.ndim != 3 or array.shape[2] not in PNG_COLOR_TYPES or 0 in array.shape:
         raise ValueError(
             "An image must be an array of height x width, or height x width x 1, 3 or 4 channels, "
             f"but got one of shape {np.shape(pixels)}."
         )
-    if not np.issubdtype(array.dtype, np.integer):
-        array = np.nan_to_num(array.astype(np.float64)) * 255
-    values = array.clip(0, 255).round().astype(np.uint8)
+    black, white = pixel_range(array) if value_range is None else _checked_range(value_range)
+    numbers = np.nan_to_num(array.astype(np.float64), nan=black, posinf=white, neginf=black)
+    values = ((numbers - black) * (255 / (white - black))).clip(0, 255).round().astype(np.uint8)
     height, width, channels = values.shape
     # each line begins with the number of its filter: 0, none
     lines = np.pad(values.reshape(height, -1), ((0, 0), (1, 0))).tobytes()
@@ -180,6 +187,54 @@ def png(pixels: Any) -> bytes:
         + _chunk(b"IDAT", zlib.compress(lines, 9))
         + _chunk(b"IEND", b"")
     )
+
+
+def pixel_range(array: Any) -> tuple[float, float]:
+    """Return which values of an image are black and white, judging by its type and values.
+
+    | pixels | black to white |
+    | --- | --- |
+    | booleans | False to True |
+    | integers from 0 to 255 | 0 to 255 |
+    | larger integers, none below 0 | 0 to 1023, 4095, 16383 or 65535, whichever is enough |
+    | floats from 0 to 1 | 0 to 1 |
+    | floats from -1 to 1 | -1 to 1 |
+    | floats from 0 to 255, some above 64 | 0 to 255 |
+    | other floats, such as standardized ones | the lowest to the highest (from 0 if none is below) |
+
+    Resampling may overshoot the ranges of floats by a twentieth. Integers below 0 are refused.
+    """
+    import numpy as np
+
+    if array.dtype == np.bool_:
+        return 0.0, 1.0
+    if not (np.issubdtype(array.dtype, np.integer) or np.issubdtype(array.dtype, np.floating)):
+        raise ValueError(f"Pixels must be numbers, but got an array of {array.dtype}.")
+    known = array[np.isfinite(array)]
+    low, high = (float(known.min()), float(known.max())) if known.size else (0.0, 0.0)
+    if np.issubdtype(array.dtype, np.integer):
+        if low < 0 or high > INTEGER_RANGES[-1]:
+            raise ValueError(
+                f"Integer pixels must be between 0 and {INTEGER_RANGES[-1]}, but these range from "
+                f"{low:.0f} to {high:.0f}. Say which are black and white with value_range=(black, "
+                "white)."
+            )
+        return 0.0, float(next(top for top in INTEGER_RANGES if high <= top))
+    for black, white in ((0.0, 1.0), (-1.0, 1.0)):
+        if black - OVERSHOOT <= low and high <= white + OVERSHOOT:
+            return black, white
+    if high > DARKEST_WHITE and low >= -255 * OVERSHOOT and high <= 255 * (1 + OVERSHOOT):
+        return 0.0, 255.0
+    return (min(low, 0.0), high) if high > low else (low - 1, high)
+
+
+def _checked_range(value_range: tuple[float, float]) -> tuple[float, float]:
+    black, white = map(float, value_range)
+    if not (math.isfinite(white - black) and black != white):
+        raise ValueError(
+            f"value_range must be two different numbers, black and white, but got {value_range!r}."
+        )
+    return black, white
 
 
 def _chunk(kind: bytes, content: bytes) -> bytes:
