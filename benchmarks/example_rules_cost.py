@@ -136,6 +136,7 @@ def memory(options: argparse.Namespace) -> None:
                 zeros = torch.zeros(len(part), dtype=torch.int64)
                 rule.remember(Seen(0, part, losses, torch.ones(len(part)), zeros))
             seconds = time.perf_counter() - start
+            rule.table.compact()  # as after every epoch
             state = rule.state_dict()["table"]
             saved = sum(column.nbytes for column in state["columns"].values())
             saved += 0 if state["keys"] is None else state["keys"].nbytes

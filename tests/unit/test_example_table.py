@@ -29,6 +29,25 @@ IDS = {
 
 
 @pytest.mark.parametrize("ids", IDS)
+def test_compact(ids):
+    """Rows stay, later ones are added as before."""
+    ids = IDS[ids]
+    table = filled(ids[:-5], times=2)
+    before, known = table.find(torch.tensor(ids)), table.known()
+    table.compact()
+    assert torch.equal(table.find(torch.tensor(ids)), before)
+    assert torch.equal(table.known(), known)
+    assert len(table["key"]) == int(known.max()) + 1
+    rows = table.add(torch.tensor(ids))
+    table["key"][rows] = torch.tensor(ids)
+    assert torch.equal(table["key"][table.find(torch.tensor(ids))], torch.tensor(ids))
+    assert sorted(set(table["visits"][rows].tolist())) == [1, 3]
+    empty = ExampleTable()
+    empty.compact()
+    assert len(empty) == 0
+
+
+@pytest.mark.parametrize("ids", IDS)
 @pytest.mark.parametrize("batch", [1, 7, 1000])
 def test_finds_what_was_added(ids, batch):
     ids = IDS[ids]
@@ -97,6 +116,8 @@ def test_bytes_per_example():
     ))  # fmt: skip
     assert used == 16
     assert rule.table.nbytes <= 1.26 * 16 * 1_000_000
+    rule.table.compact()
+    assert rule.table.nbytes == 16 * 1_000_000
 
 
 def test_wrong_state_is_refused():

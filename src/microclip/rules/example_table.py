@@ -109,6 +109,16 @@ class ExampleTable:
             grown[:capacity] = self._columns[name]
             self._columns[name] = grown
 
+    def compact(self) -> None:
+        """Give back the room for more examples; rows stay the same."""
+        visits = self._columns["visits"]
+        if self._index is None:
+            rows = int(visits.nonzero().max()) + 1 if self._count else 0
+        else:
+            rows = len(self._index)
+        if rows < len(visits):
+            self._columns = {name: column[:rows].clone() for name, column in self._columns.items()}
+
     def _build_index(self) -> None:
         rows = self.known()
         self._index = _Index(rows)

@@ -244,6 +244,7 @@ class LossHistory(ExampleRule):
             )
         if self._visits >= max(2 * len(table), self._checked + len(table)):
             self._checked = self._visits
+            table.compact()  # all have been seen; new ones are rare from now on
             self._look()
 
     def _is_half_over(self) -> bool:
