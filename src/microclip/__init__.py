@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from microclip.dataset_ids import with_ids
     from microclip.issues import find_issues
     from microclip.ledger import Ledger
+    from microclip.noise_scale import NoiseScale
     from microclip.outcome import Outcome
     from microclip.probing import ProbeEvery, probe
 
@@ -17,6 +18,7 @@ __version__ = "0.1.0.dev1"
 __all__ = [
     "Clipper",
     "Ledger",
+    "NoiseScale",
     "Outcome",
     "ProbeEvery",
     "draggers",
@@ -35,6 +37,7 @@ __all__ = [
 _LAZY = {
     "Clipper": ("microclip.clipper", "Clipper"),
     "Ledger": ("microclip.ledger", "Ledger"),
+    "NoiseScale": ("microclip.noise_scale", "NoiseScale"),
     "Outcome": ("microclip.outcome", "Outcome"),
     "ProbeEvery": ("microclip.probing", "ProbeEvery"),
     "draggers": ("microclip.draggers", None),

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, overload
 import torch
 from torch import Tensor, nn
 
-from microclip import checks
+from microclip import checks, multitensor
 from microclip.distributed.ddp import Ddp
 from microclip.distributed.detection import LossCommunication, OuterWrapper, refuse_late_sharding
 from microclip.engines.base import Engine
@@ -25,6 +25,7 @@ from microclip.engines.gradients import (
     name_of,
     restore,
     trainable,
+    unscale,
 )
 from microclip.engines.select import (
     ENGINES,
@@ -48,8 +49,8 @@ from microclip.microbatches import (
     cut,
     is_empty,
 )
-from microclip.outcome import Outcome
-from microclip.rules import NONFINITE, ExampleRule, MinNorm, Nonfinite, Rule, Seen
+from microclip.outcome import Noise, Outcome
+from microclip.rules import NONFINITE, ExampleRule, Keep, MinNorm, Nonfinite, Rule, Seen
 from microclip.step import Step
 from microclip.wrappers import is_sharded, refuse_unsupported, world_size
 
@@ -101,6 +102,8 @@ class Clipper:
         batch_dim: The dimension of a batch's tensors that the examples lie along: 1 for batches of
             shape (time, examples, ...). Tensors with fewer dimensions are cut along their last.
         ledger: A `microclip.Ledger` that records every finished step.
+        noise_scale: Whether to estimate the gradient noise scale (`outcome.noise_scale`), which
+            takes the norm of the result. None: only with `rules.Keep()`, which is for recording.
     """
 
     def __init__(
@@ -118,6 +121,7 @@ class Clipper:
         verify: Verify = "rarely",
         batch_dim: int = 0,
         ledger: Ledger | None = None,
+        noise_scale: bool | None = None,
     ) -> None:
         rule = MinNorm() if rule is None else rule
         checks.check_model(model)
@@ -152,6 +156,7 @@ class Clipper:
         self._ids = None if self._example_rule is None else ExampleIds(self._example_rule)
         self._examples: ExampleStep | None = None  # of the step in progress
         self._losses_of: dict[str, bool] = {}  # by loss_fn: whether it returns one per example
+        self._noise_scale = self._wants_noise_scale(noise_scale)
         self._mistakes = checks.Mistakes(model)
         self._warned = False
 
@@ -301,6 +306,7 @@ class Clipper:
         try:
             self._reshard()
             gradients, seen = self._result(engine, record, parameters)
+            noise = self._noise(record, gradients) if self._noise_scale else None
             notes = tuple(step.notes)
             overflowed = self._overflowed(record)
             if overflowed:
@@ -315,6 +321,8 @@ class Clipper:
                     messages = self._example_rule.messages()
                     notes += tuple(map(str, messages))
                 outcome = record.outcome(engine.name if engine else "none", notes)
+                if noise is not None:
+                    outcome = replace(outcome, noise=noise)
                 if examples is not None:
                     outcome = replace(outcome, example_weights=examples.weights())
                 done = {"outcome": outcome, "step": record.step + 1}
@@ -371,6 +379,22 @@ class Clipper:
         if self._ddp is not None:
             gradients = self._ddp.ranks.sum(record.step, gradients, parameters)
         return gradients, seen
+
+    def _noise(self, record: StepRecord, gradients: Gradients) -> Noise | None:
+        if not gradients:
+            return None
+        each = list(gradients.values())
+        return record.noise(unscale(multitensor.norm(each, each[0].device), self.grad_scaler))
+
+    def _wants_noise_scale(self, asked: bool | None) -> bool:
+        """Return whether to estimate it; refuse where that is impossible."""
+        if asked not in (None, True, False):
+            raise ValueError(f"noise_scale must be True, False or None, but got {asked!r}.")
+        possible = self._fsdp is None and self._example_rule is None
+        if asked and not possible:
+            what = "sharded models" if self._fsdp is not None else "rules that weight examples"
+            raise ValueError(f"noise_scale=True is not available for {what}.")
+        return possible and (isinstance(self.policy.rule, Keep) if asked is None else asked)
 
     def _overflowed(self, record: StepRecord) -> bool:
         """Whether micro-batches are skipped because the loss scale is too large."""

@@ -14,6 +14,34 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, eq=False)
+class Noise:
+    """Unbiased estimates of how noisy gradients are, from one step (McCandlish et al., 2018).
+
+    With v_j the weighted gradient of micro-batch j, of size b_j, and v their mean over B examples,
+
+        E sum_j b_j |v_j|^2 = B |G|^2 + m tr(S)   and   E B |v|^2 = B |G|^2 + tr(S),
+
+    where m is the number of micro-batches, G the true gradient and S the covariance of a single
+    example's. Both estimates may come out negative: average them over steps, not their ratio.
+    """
+
+    trace: Tensor  # of tr(S); NaN if there is only one micro-batch
+    squared_norm: Tensor  # of |G|^2
+
+    @classmethod
+    def estimate(cls, energy: Tensor, count: Tensor, total: Tensor, norm: Tensor) -> Noise:
+        """Estimate from sum_j b_j |v_j|^2, m, B and |v|."""
+        trace = (energy - total * norm.square()) / (count - 1)
+        trace = torch.where(count > 1, trace, torch.nan)
+        return cls(trace, norm.square() - trace / total)
+
+    @property
+    def scale(self) -> Tensor:
+        """tr(S) / |G|^2, in examples; inf if this step cannot tell G from 0."""
+        return torch.where(self.squared_norm > 0, self.trace / self.squared_norm, torch.inf)
+
+
+@dataclass(frozen=True, eq=False)
 class Outcome:
     """One entry per micro-batch, in the order they were processed (domains sorted)."""
 
@@ -31,6 +59,7 @@ class Outcome:
     engine: str  # the engine that did the work
     notes: tuple[str, ...] = ()  # remarks on this step for the user
     example_weights: Tensor | None = None  # in the order of `ids`, if the rule weights examples
+    noise: Noise | None = None  # of all ranks, if the Clipper was asked for it
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -44,6 +73,14 @@ class Outcome:
     def held_back(self) -> int | None:
         """How many examples have less than half their weight; None if examples are not weighted."""
         return None if self.example_weights is None else int((self.example_weights < 0.5).sum())
+
+    @property
+    def noise_scale(self) -> Tensor | None:
+        """The gradient noise scale in examples, from this step alone; None if it is not known.
+
+        That of a single step is very noisy: `microclip.NoiseScale` averages.
+        """
+        return None if self.noise is None else self.noise.scale
 
     @property
     def mean_weight(self) -> Tensor:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from microclip.microbatches import Microbatch, MicrobatchList
-from microclip.outcome import Outcome
+from microclip.outcome import Noise, Outcome
 from microclip.rules import Nonfinite, Rule, Weighting, apply, countable
 
 Reduction = Literal["mean", "sum"]
@@ -310,13 +310,28 @@ class StepRecord:
     def _raise_for_others(self) -> None:
         if self._all is None:
             return
-        bad = (~self._all.norms.isfinite()).nonzero().flatten().tolist()
-        if bad:
-            rank, row = self._all.place(bad[0])
+        finite = self._all.norms.isfinite().tolist()
+        if not all(finite):
+            rank, row = self._all.place(finite.index(False))
             raise NonfiniteGradientError(
                 f"Step {self.step}: the gradient of micro-batch {row} of rank {rank} is not finite "
                 "(the log of that rank names the examples). `.grad` is unchanged."
             )
+
+    def noise(self, norm: Tensor) -> Noise:
+        """Return how noisy the weighted gradients of all ranks are, given the norm of the result.
+
+        Every domain must be complete by now.
+        """
+        parts = []
+        for name in self._names():
+            norms, sizes = self._norms_and_sizes(name)
+            found = self._weighting(name)
+            counts = (sizes > 0) & ~found.skipped  # those of size 0 are padding
+            squares = torch.where(counts, sizes * (found.weights * norms).square(), 0.0)
+            parts.append(torch.stack([squares.sum(), counts.sum(), (sizes * counts).sum()]))
+        energy, count, total = torch.stack(parts).sum(0).to(norm.device, norm.dtype)
+        return Noise.estimate(energy, count, total, norm * self.divisor().to(norm) / total)
 
     def update_rule(self) -> None:
         """Show the norms of the finished step to a rule that carries state."""

@@ -1,0 +1,187 @@
+"""The gradient noise scale against brute force, on one rank and on several."""
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import microclip
+from microclip import Clipper, NoiseScale, rules
+
+import processes
+
+pytestmark = pytest.mark.filterwarnings("ignore:All . micro-batches have the same loss")
+
+# a population of three examples, whose gradients these are
+POPULATION = torch.tensor([[3.0, 1.0], [1.0, -2.0], [2.0, 4.0]], dtype=torch.float64)
+MEAN = POPULATION.mean(0)
+TRACE = (POPULATION - MEAN).square().sum(1).mean()
+
+
+class Dot(nn.Module):
+    """A model whose gradient for an example is the example itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(2, dtype=torch.float64))
+
+    def forward(self, x):
+        return x @ self.weight
+
+
+def noise_of(batch, size, **options):
+    model = Dot()
+    options = {"rule": rules.Keep(), **options}
+    return Clipper(model, size, **options).backward(model, batch).noise
+
+
+@pytest.mark.parametrize("engine", ["stream", "two_pass", "fused"])
+@pytest.mark.parametrize("size", [1, 2])
+def test_unbiased_over_all_possible_batches(engine, size):
+    """The mean over all 27 batches of three; with size 2, the last micro-batch is ragged."""
+    found = [
+        noise_of(POPULATION[list(rows)], size, engine=engine)
+        for rows in itertools.product(range(3), repeat=3)
+    ]
+    trace = torch.stack([one.trace for one in found]).mean()
+    squared = torch.stack([one.squared_norm for one in found]).mean()
+    torch.testing.assert_close(trace, TRACE)
+    torch.testing.assert_close(squared, MEAN.square().sum())
+
+
+def test_by_hand():
+    """Two gradients, (3, 0) and (1, 0): their mean is 2, their sample variance 2."""
+    found = noise_of(torch.tensor([[3.0, 0.0], [1.0, 0.0]], dtype=torch.float64), 1)
+    assert float(found.trace) == pytest.approx(2.0)
+    assert float(found.squared_norm) == pytest.approx(4.0 - 2.0 / 2)
+    assert float(found.scale) == pytest.approx(2 / 3)
+
+
+def test_the_sum_is_as_noisy_as_the_mean():
+    one, two = (noise_of(POPULATION, 1, reduction=how) for how in ("mean", "sum"))
+    torch.testing.assert_close(one.trace, two.trace)
+    torch.testing.assert_close(one.squared_norm, two.squared_norm)
+
+
+def test_of_clipped_gradients():
+    """With a rule, it is that of the rescaled gradients; a common factor does not matter."""
+    batch = POPULATION[[0, 1, 2, 2]]
+    clipped = noise_of(batch, 1, rule=rules.MinNorm(), noise_scale=True)
+    unit = noise_of(batch / batch.norm(dim=1, keepdim=True), 1)
+    torch.testing.assert_close(clipped.scale, unit.scale)
+
+
+def test_domains_count_together():
+    whole = noise_of(POPULATION, 1)
+    model = Dot()
+    clipper = Clipper(model, 1, rule=rules.Keep())
+    found = clipper.backward(model, POPULATION, domains=["b", "a", "b"]).noise
+    torch.testing.assert_close(found.scale, whole.scale)
+
+
+def test_skipped_microbatches_do_not_count():
+    batch = torch.cat([POPULATION, torch.full((1, 2), torch.nan, dtype=torch.float64)])
+    with pytest.warns(RuntimeWarning, match="Skipped 1 of 4"):
+        found = noise_of(batch, 1, nonfinite="skip")
+    torch.testing.assert_close(found.scale, noise_of(POPULATION, 1).scale)
+
+
+def test_one_microbatch_says_nothing():
+    assert noise_of(POPULATION, None).trace.isnan()
+
+
+def test_loss_scaling_does_not_matter():
+    model = nn.Linear(2, 1)
+    x = POPULATION.float()
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    found = [
+        Clipper(model, 1, rule=rules.Keep(), grad_scaler=s)
+        .backward(lambda x: model(x).square().mean(1), x)
+        .noise.trace
+        for s in (None, scaler)
+    ]
+    torch.testing.assert_close(found[0], found[1])
+
+
+def test_only_where_asked_for():
+    model = Dot()
+    outcome = Clipper(model, 1).backward(model, POPULATION)
+    assert outcome.noise is None
+    assert outcome.noise_scale is None
+    assert Clipper(model, 1, rule=rules.Keep()).backward(model, POPULATION).noise_scale is not None
+    quiet = Clipper(model, 1, rule=rules.Keep(), noise_scale=False)
+    assert quiet.backward(model, POPULATION).noise_scale is None
+    with pytest.raises(ValueError, match="not available for rules that weight examples"):
+        Clipper(model, 1, rule=rules.LossHistory(), noise_scale=True)
+    with pytest.raises(ValueError, match="noise_scale must be True, False or None, but got 'on'"):
+        Clipper(model, 1, noise_scale="on")
+
+
+class TestAverage:
+    def steps(self, count, spread=2.0):
+        """Yield outcomes for examples with mean (1, 0) and this spread in both directions."""
+        draw = torch.Generator().manual_seed(0)
+        model = Dot()
+        clipper = Clipper(model, 1, rule=rules.Keep())
+        for _ in range(count):
+            noise = spread * torch.randn(16, 2, generator=draw, dtype=torch.float64)
+            model.zero_grad()
+            yield clipper.backward(model, torch.tensor([1.0, 0.0]) + noise)
+
+    def test_finds_the_noise_scale(self):
+        noise = NoiseScale(decay=0.999)
+        for outcome in self.steps(400):
+            noise.update(outcome)
+        assert float(noise.scale) == pytest.approx(8.0, rel=0.25)
+        assert noise.batch_size - 1 < float(noise.scale) <= noise.batch_size
+
+    def test_state(self):
+        first, second = NoiseScale(), NoiseScale()
+        assert torch.isnan(first.scale)
+        second.load_state_dict(first.state_dict())
+        outcomes = list(self.steps(6))
+        for outcome in outcomes[:3]:
+            first.update(outcome)
+        second.load_state_dict(first.state_dict())
+        for outcome in outcomes[3:]:
+            first.update(outcome)
+            second.update(outcome)
+        assert float(first.scale) == float(second.scale)
+
+    def test_steps_that_are_not_finite_do_not_count(self):
+        noise, model = NoiseScale(), Dot()
+        (outcome,) = self.steps(1)
+        noise.update(outcome)
+        before = float(noise.scale)
+        clipper = Clipper(model, 1, rule=rules.Keep())
+        noise.update(clipper.backward(model, POPULATION * torch.nan))
+        assert float(noise.scale) == before
+
+    def test_mistakes(self):
+        with pytest.raises(ValueError, match="decay must be at least 0 and below 1, but got 1"):
+            NoiseScale(1)
+        model = Dot()
+        with pytest.raises(ValueError, match="create the Clipper with noise_scale=True"):
+            NoiseScale().update(Clipper(model, 1).backward(model, POPULATION))
+
+
+def work(rank):
+    """Return what a rank with some of the examples finds."""
+    model = DistributedDataParallel(Dot())
+    clipper = Clipper(model, 1, rule=rules.Keep())
+    mine = POPULATION[[0, 1, 2, 2]][[slice(0, 3), slice(3, 4)][rank]]
+    noise = clipper.backward(model, mine).noise
+    return noise.trace.item(), noise.squared_norm.item()
+
+
+def test_several_ranks(tmp_path):
+    whole = noise_of(POPULATION[[0, 1, 2, 2]], 1)
+    for trace, squared in processes.run(work, 2, tmp_path):
+        assert trace == pytest.approx(whole.trace.item())
+        assert squared == pytest.approx(whole.squared_norm.item())
+
+
+def test_exported():
+    assert microclip.NoiseScale is NoiseScale
