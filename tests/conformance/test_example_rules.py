@@ -8,28 +8,14 @@ import torch
 from torch import nn
 
 from microclip import Clipper
-from microclip.rules import ExampleRule, Fixed, LossHistory, Median, MinNorm, NormHistory, Unit
+from microclip.rules import Fixed, LossHistory, Median, MinNorm, NormHistory, Unit
 
 import properties
 import reference
 import zoo
+from example_weights import Given
 
 ENGINES = ("stream", "two_pass", "fused", "auto")
-
-
-class Given(ExampleRule):
-    """Weights by id, as given."""
-
-    def __init__(self, weights, **options):
-        super().__init__(**options)
-        self.given = torch.tensor(weights, dtype=torch.float64)
-        self.seen = []
-
-    def weigh(self, keys, losses):
-        return self.given[keys]
-
-    def remember(self, seen):
-        self.seen.append(seen)
 
 
 def twin(losses, parameters, weights, clip=None, b=None, domains=None, reduction="mean"):

@@ -208,7 +208,7 @@ def test_the_rule_is_told_how_long_every_fit_takes(tmp_path):
     trainer(tmp_path, [callback], accumulate_grad_batches=2, max_epochs=5).fit(
         PerExample(), batches
     )
-    assert rule.total_steps == 3 + 10  # the clipper counts on
+    assert rule.total_steps == 3 + 10  # the clipper keeps counting
     own = ByKey(total_steps=7)
     fit(tmp_path, PerExample(), own)
     assert own.total_steps == 7

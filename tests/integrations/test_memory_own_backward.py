@@ -6,14 +6,10 @@ from torch import nn
 from torch.nn import functional as F
 
 import microclip
-from microclip.rules import ExampleRule, LossHistory, LossWeight, Unit
+from microclip.rules import LossHistory, LossWeight, Unit
 
 import properties
-
-
-class ByKey(ExampleRule):
-    def weigh(self, keys, losses):
-        return (keys % 4) / 3
+from example_weights import ByKey
 
 
 def setup(rule):

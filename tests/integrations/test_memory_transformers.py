@@ -167,7 +167,7 @@ def test_equals_the_stock_trainer_while_all_weights_are_one(tmp_path, kind):
 
 
 def learnable(count=48, wrong=8):
-    """Texts whose first token tells the label, but for a few that say something else."""
+    """Texts whose first token gives the label; a few have another one."""
     generator = torch.Generator().manual_seed(2)
     found = []
     for row in range(count):
@@ -226,7 +226,7 @@ def test_the_rule_is_told_how_long_every_training_takes(tmp_path):
     assert rule.total_steps == 3  # 22 examples, 8 in a step
     made.args.num_train_epochs = 4
     made.train()
-    assert rule.total_steps == 3 + 12  # the clipper counts on
+    assert rule.total_steps == 3 + 12  # the clipper keeps counting
     own, _ = run(tmp_path, "bert", ByKey(total_steps=7))
     assert own.clipper.policy.rule.total_steps == 7
 

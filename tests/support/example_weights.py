@@ -1,4 +1,4 @@
-"""A rule whose weights are known in advance, and what it makes of gradients: for every stack."""
+"""Rules whose weights are known in advance, and what they make of gradients: for every stack."""
 
 from __future__ import annotations
 
@@ -30,6 +30,17 @@ class ByKey(ExampleRule):
 
     def remember(self, seen: Any) -> None:
         self.seen.append(seen)
+
+
+class Given(ByKey):
+    """Weights by id, as given."""
+
+    def __init__(self, weights: list[float], **options: Any) -> None:
+        super().__init__(**options)
+        self.given = torch.tensor(weights, dtype=torch.float64)
+
+    def weigh(self, keys: torch.Tensor, losses: torch.Tensor | None) -> torch.Tensor:
+        return self.given[keys]
 
 
 def weighted_mean(gradients: list[Any], weights: list[float]) -> list[Any]:

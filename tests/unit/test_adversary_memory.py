@@ -1,4 +1,4 @@
-"""Rules that weight examples, in corners where they are silently wrong."""
+"""Rules that weight examples, in corners where they could be silently wrong."""
 
 import pytest
 import torch
@@ -7,16 +7,7 @@ from microclip import Clipper
 from microclip.rules import ExampleRule, ExampleTable, LossHistory, LossWeight, NormHistory, Unit
 from microclip.rules.examples import Seen
 
-
-class Given(ExampleRule):
-    """Weights by id."""
-
-    def __init__(self, weights, **more):
-        super().__init__(**more)
-        self.given = torch.tensor(weights, dtype=torch.float64)
-
-    def weigh(self, keys, losses):
-        return self.given[keys]
+from example_weights import Given
 
 
 def linear():
