@@ -27,6 +27,8 @@ from functools import cache, partial
 from typing import Any
 
 import torch
+from device_models import EXAMPLES, MODELS, inputs
+from device_probes import PROBES
 from host_reads import CountReads, Counts
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -37,7 +39,7 @@ from microclip.rules import ExampleRule, Rule, Seen
 import stand_in_device
 
 BY_DISPATCH = "by dispatch: "
-EXAMPLES, STEPS = 8, 6
+STEPS = 6
 CHECKED = (0, 1, 3)  # steps in which engines check themselves
 ORDINARY = (2, 4, 5)
 DOMAINS = ["en", "de", "en", "en", "de", "en", "en", "de"]
@@ -100,87 +102,6 @@ def _experience(kind: type[ExampleRule]) -> dict[str, Any]:
     return rule.state_dict()
 
 
-# ---- models, each with inputs for it
-
-
-class Tokens(nn.Module):
-    """Embeddings, attention that leaves padding out, and the mean over what is left."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(11, 8, padding_idx=0)
-        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
-        self.norm, self.head = nn.LayerNorm(8), nn.Linear(8, 5)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        padding = tokens == 0
-        x = self.embedding(tokens)
-        x = self.norm(x + self.attention(x, x, x, key_padding_mask=padding, need_weights=False)[0])
-        kept = (~padding).to(x.dtype).unsqueeze(2)
-        return self.head((x * kept).sum(1) / kept.sum(1))
-
-
-class Recurrent(nn.Module):
-    """An RNN, and of its outputs the one at a place that each example names."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(11, 6)
-        self.rnn, self.head = nn.RNN(6, 7, batch_first=True), nn.Linear(7, 5)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        outputs, _ = self.rnn(self.embedding(tokens))
-        last = (tokens != 0).sum(1).sub(1).clamp(min=0)
-        return self.head(outputs.gather(1, last[:, None, None].expand(-1, 1, 7)).squeeze(1))
-
-
-class Sorted(nn.Module):
-    """Brings examples into the order of their length, and back."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.head = nn.Embedding(11, 6), nn.Linear(6, 5)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        order = (tokens != 0).sum(1).argsort(stable=True)
-        hidden = self.embedding(tokens[order]).mean(1)
-        return self.head(hidden[order.argsort()])
-
-
-def _mlp(*more: nn.Module) -> nn.Module:
-    return nn.Sequential(nn.Linear(6, 16), nn.LayerNorm(16), nn.GELU(), *more, nn.Linear(16, 5))
-
-
-def _conv(normalization: nn.Module) -> nn.Module:
-    return nn.Sequential(
-        nn.Conv2d(2, 4, 3, padding=1), normalization, nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(),
-        nn.Linear(36, 5),
-    )  # fmt: skip
-
-
-MODELS: dict[str, Callable[[], nn.Module]] = {
-    "mlp": _mlp,
-    "dropout": lambda: _mlp(nn.Dropout(0.5)),
-    "conv": lambda: _conv(nn.GroupNorm(2, 4)),
-    "batchnorm": lambda: _conv(nn.BatchNorm2d(4)),
-    "tokens": Tokens,
-    "recurrent": Recurrent,
-    "sorted": Sorted,
-}
-
-
-def inputs(model: str, step: int) -> Tensor:
-    """Return the inputs of a step."""
-    generator = torch.Generator().manual_seed(step)
-    if model in ("conv", "batchnorm"):
-        return torch.randn(EXAMPLES, 2, 6, 6, generator=generator)
-    if model in ("tokens", "recurrent", "sorted"):
-        tokens = torch.randint(1, 11, (EXAMPLES, 6), generator=generator)
-        lengths = torch.randint(2, 7, (EXAMPLES, 1), generator=generator)
-        return tokens.where(torch.arange(6) < lengths, 0)
-    return torch.randn(EXAMPLES, 6, generator=generator) * (1 + torch.arange(EXAMPLES)[:, None])
-
-
 # ---- a cell
 
 CELLS: dict[str, Cell] = {
@@ -237,10 +158,17 @@ class Run:
     engine: str = ""
 
 
-def train(cell: Cell, device: str, counting: Callable[[], Any]) -> Run:
-    """Run all steps of a cell on a device."""
+def train(
+    cell: Cell,
+    device: str,
+    counting: Callable[[], Any],
+    wrap: Callable[[nn.Module], nn.Module] = lambda model: model,
+    rank: int = 0,
+) -> Run:
+    """Run all steps of a cell on a device; `wrap` and `rank`: with other ranks."""
     torch.manual_seed(0)
-    model = MODELS[cell.model]().to(device, cell.dtype)
+    bare = MODELS[cell.model]().to(device, cell.dtype)
+    model = wrap(bare)
     optimizer = torch.optim.SGD(model.parameters(), 0.05)
     b = 1 if cell.rule == "NormHistory" else cell.b
     rule, found = RULES[cell.rule](), Run({}, [])
@@ -259,11 +187,11 @@ def train(cell: Cell, device: str, counting: Callable[[], Any]) -> Run:
             memory_budget=2**14 if cell.tight else None,
         )  # fmt: skip
         for step in range(STEPS):
-            batch = _batch(cell, step, device)
+            batch = _batch(cell, step, device, rank)
             optimizer.zero_grad()
             with counting() as counts:
                 try:
-                    _step(clipper, cell, losses, batch, step)
+                    _step(clipper, cell, losses, batch, step, rank)
                 except ArithmeticError as error:
                     found.numbers["error"] = torch.tensor(len(str(error)))
                     break
@@ -280,24 +208,25 @@ def train(cell: Cell, device: str, counting: Callable[[], Any]) -> Run:
         value = getattr(outcome, name)
         if value is not None:
             found.numbers[name] = value.cpu().double()
-    for name, parameter in model.named_parameters():
+    for name, parameter in bare.named_parameters():
         found.numbers[name] = parameter.detach().cpu().double()
     found.engine = outcome.engine
     return found
 
 
-def _batch(cell: Cell, step: int, device: str) -> tuple[Tensor, Tensor]:
-    x = inputs(cell.model, step)
-    y = torch.randint(0, 5, (EXAMPLES,), generator=torch.Generator().manual_seed(100 + step))
-    if cell.bad and step == STEPS - 1:
+def _batch(cell: Cell, step: int, device: str, rank: int) -> tuple[Tensor, Tensor]:
+    seed = step + 1000 * rank
+    x = inputs(cell.model, seed)
+    y = torch.randint(0, 5, (EXAMPLES,), generator=torch.Generator().manual_seed(100 + seed))
+    if cell.bad and step == STEPS - 1 and rank == 0:
         x[4] = math.nan
     return x.to(device, cell.dtype if x.is_floating_point() else None), y.to(device)
 
 
-def _step(clipper: Clipper, cell: Cell, losses: Any, batch: Any, step: int) -> None:
+def _step(clipper: Clipper, cell: Cell, losses: Any, batch: Any, step: int, rank: int) -> None:
     more: dict[str, Any] = {"domains": DOMAINS} if cell.domains else {}
     if "History" in cell.rule or "Weight" in cell.rule or cell.ledger:
-        more["ids"] = [(24 + 8 * step + 5 * i) % IDS for i in range(EXAMPLES)]
+        more["ids"] = [(24 + 8 * step + 5 * i + 3 * rank) % IDS for i in range(EXAMPLES)]
     if cell.how == "backward":
         clipper.backward(losses, batch, **more)
         return
@@ -319,15 +248,21 @@ def _step(clipper: Clipper, cell: Cell, losses: Any, batch: Any, step: int) -> N
     clipper.finish()
 
 
-def compare(cell: Cell, device: str, counting: Callable[[], Any]) -> dict[str, Any]:
+def compare(
+    cell: Cell,
+    device: str,
+    counting: Callable[[], Any],
+    wrap: Callable[[nn.Module], nn.Module] = lambda model: model,
+    rank: int = 0,
+) -> dict[str, Any]:
     """Return how a cell on a device differs from the same one on the host."""
     if multitensor.widest(torch.device(device)) != torch.float64:
         if cell.dtype == torch.float64:
             return {"skipped": "The device has no float64."}
         if cell.scaled and device == stand_in_device.NAME:
             return {"skipped": "GradScaler computes in float64 on any such device but MPS."}
-    there = train(cell, device, counting)
-    here = train(cell, "cpu", _no_counting)
+    there = train(cell, device, counting, wrap, rank)
+    here = train(cell, "cpu", _no_counting, wrap, rank)
     assert there.numbers.keys() == here.numbers.keys(), (there.numbers.keys(), here.numbers.keys())
     differences = {
         name: _difference(there.numbers[name], number) for name, number in here.numbers.items()
@@ -348,90 +283,6 @@ def _difference(one: Tensor, other: Tensor) -> float:
         return math.inf
     scale = other.nan_to_num().abs().max().item() if other.numel() else 0.0
     return (one - other).nan_to_num().abs().max().item() / scale if scale else 0.0
-
-
-# ---- whether the stand-in is as strict as a real device
-
-
-def mixes(device: str, counting: Callable[[], Any]) -> dict[str, Any]:
-    """Return which mixes of devices were accepted; those with a number are all right."""
-    x, here = torch.randn(3, 3).to(device), torch.randn(3, 3)
-    index, mask = torch.tensor([0, 2]), torch.tensor([True, False, True])
-    attempts: dict[str, Callable[[], Any]] = {
-        "add": lambda: x + here,
-        "add in place": lambda: x.add_(here),
-        "write into the host": lambda: here.add_(x),
-        "matmul": lambda: x @ here,
-        "cat": lambda: torch.cat([x, here]),
-        "where": lambda: torch.where(x > 0, x, here),
-        "linear": lambda: F.linear(x, here),
-        "index_select": lambda: x.index_select(0, index),
-        "gather": lambda: x.gather(0, index[None]),
-        "mask": lambda: x.masked_fill(mask, 0.0),
-        "foreach": lambda: torch._foreach_add([x], [here]),
-        "number": lambda: x + torch.tensor(2.0),
-    }
-    return {"accepted": [name for name, attempt in attempts.items() if _works(attempt)]}
-
-
-def _works(attempt: Callable[[], Any]) -> bool:
-    try:
-        attempt()
-    except RuntimeError as error:
-        if "same device" not in str(error):
-            raise
-        return False
-    return True
-
-
-def ways_to_read(device: str, counting: Callable[[], Any]) -> dict[str, int]:
-    """Return how many reads were counted for each way to read, and for none."""
-    x, found = torch.randn(4).to(device), {}
-    repeats = torch.tensor([1, 2, 0, 1]).to(device)
-    ways: dict[str, Callable[[], Any]] = {
-        "nothing": lambda: (x * 2 + 1).sort().values.cumsum(0).clone(),
-        "upload": lambda: torch.tensor([1.0, 2.0], device=device),
-        "item": lambda: x[0].item(),
-        "float": lambda: float(x.sum()),
-        "bool": lambda: bool((x > 0).any()),
-        "tolist": lambda: x.tolist(),
-        "cpu": lambda: x.cpu(),
-        "to": lambda: x.to("cpu", torch.float16),
-        "copy_": lambda: torch.empty(4).copy_(x),
-        "equal": lambda: torch.equal(x, x + 1),
-        "nonzero": lambda: (x > 0).nonzero(),
-        "mask": lambda: x[x > 0],
-        "masked_select": lambda: x.masked_select(x > 0),
-        "unique": lambda: repeats.unique(),
-        "repeat_interleave": lambda: x.repeat_interleave(repeats),
-        "if": lambda: 1 if x[0] > 0 else 0,
-    }
-    for name, way in ways.items():
-        with counting() as counts:
-            way()
-        found[name] = counts.total
-    return found
-
-
-def makes_float64(device: str, counting: Callable[[], Any]) -> dict[str, Any]:
-    """Return which ways to make a float64 tensor worked."""
-    x, made = torch.randn(3).to(device), []
-    ways: dict[str, Callable[[], Any]] = {
-        "double": lambda: x.double(),
-        "zeros": lambda: torch.zeros(2, dtype=torch.float64, device=device),
-        "sum": lambda: x.sum(dtype=torch.float64),
-        "upload": lambda: torch.randn(3, dtype=torch.float64).to(device),
-    }
-    for name, way in ways.items():
-        try:
-            way()
-        except TypeError:
-            continue
-        made.append(name)
-    return {"made": made, "widest": str(multitensor.widest(torch.device(device)))}
-
-
-PROBES = {each.__name__: each for each in (mixes, ways_to_read, makes_float64)}
 
 
 @contextmanager

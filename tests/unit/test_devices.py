@@ -7,10 +7,21 @@ its own. With MICROCLIP_TEST_DEVICE=cuda, mps or xpu (`make test-gpu`) it is a r
 import os
 
 import pytest
-from device_cells import BY_DISPATCH, CELLS, EXAMPLES, ORDINARY, Child
+import stand_in_ranks
+from device_cells import BY_DISPATCH, CELLS, ORDINARY, Child
+from device_models import EXAMPLES
 
 REAL = os.environ.get("MICROCLIP_TEST_DEVICE")
 TOLERANCE = {"torch.float32": 3e-6, "torch.float64": 1e-13, "torch.bfloat16": 2e-2}
+
+
+@pytest.fixture(scope="module", params=[True, pytest.param(False, marks=pytest.mark.full)])
+def on_ranks(request, tmp_path_factory):
+    """What two ranks found in the cells of this run, with float64 and without."""
+    items = [item for item in request.session.items if "on_ranks" in item.fixturenames]
+    names = list(dict.fromkeys(item.callspec.params["name"] for item in items))
+    folder = tmp_path_factory.mktemp("ranks")
+    return request.param, stand_in_ranks.run(2, folder, names, request.param)
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +51,21 @@ def reads_of(cell, engine):
     return reads
 
 
-def check(answer, cell, real=False):
+def reads_of_ranks(cell, float64):
+    """Return how often ranks read what they heard of each other, in an ordinary step."""
+    reads = 1  # whether all were in step, one step later
+    if cell.domains or not float64:  # which domains there are, or the whole message
+        reads += 1
+    if cell.reduction == "sum":  # the sizes of all micro-batches
+        reads += 1
+    if cell.nonfinite == "raise":  # whether another rank will raise
+        reads += 1
+    if "History" in cell.rule or "Weight" in cell.rule:  # what others saw of their examples
+        reads += 1
+    return reads
+
+
+def check(answer, cell, real=False, more=0):
     if "skipped" in answer:
         pytest.skip(answer["skipped"])
     assert "error" not in answer, answer["error"]
@@ -48,22 +73,31 @@ def check(answer, cell, real=False):
         tolerance = TOLERANCE[str(cell.dtype)] * (30 if real else 1)
         assert answer["difference"] <= tolerance, answer["worst"]
     steps = [answer["reads"][step] for step in ORDINARY if step < len(answer["reads"])]
-    expected = reads_of(cell, answer["engine"])
+    expected = reads_of(cell, answer["engine"]) + more
     for reads in steps:
         found = sum(reads.values())
         assert found <= expected if real else found == expected, reads
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("name", CELLS)
 def test_a_device_gives_what_the_host_gives_without_reads(children, name):
     check(children["accel"].ask(name), CELLS[name])
 
 
-@pytest.mark.sample(11)
+@pytest.mark.sample(13)
 @pytest.mark.parametrize("name", CELLS)
 def test_so_does_one_without_float64(children, name):
     check(children["accel32"].ask(name), CELLS[name])
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("name", stand_in_ranks.CELLS)
+def test_so_do_two_ranks(on_ranks, name):
+    float64, found = on_ranks
+    cell = stand_in_ranks.CELLS[name]
+    for answer in found:
+        check(answer[name], cell, more=reads_of_ranks(cell, float64))
 
 
 @pytest.mark.skipif(REAL is None, reason="for `make test-gpu`")

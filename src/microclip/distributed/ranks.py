@@ -55,6 +55,9 @@ class Ranks:
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
         self.group = group
         self.device = device
+        # where messages are written: they hold numbers of 48 bits, which need float64
+        wide = multitensor.widest(device) == torch.float64
+        self._writing = device if wide else torch.device("cpu")
         self.rank = dist.get_rank(group)
         self.count = dist.get_world_size(group)
         self.parts: list[str] = []  # names of the parts of a sharded model
@@ -75,10 +78,10 @@ class Ranks:
         self, step: int, norms: Tensor, sizes: Sequence[float], domains: Sequence[Hashable]
     ) -> AllMicrobatches:
         """Send this rank's norms and receive those of all. Every rank calls it, once per step."""
-        rows = torch.zeros(3, len(sizes), dtype=multitensor.widest(self.device), device=self.device)
+        rows = self._rows(len(sizes))
         rows[0] = norms
-        rows[1] = torch.tensor(sizes, device=self.device)
-        rows[2] = torch.tensor([domain_key(domain) for domain in domains], device=self.device)
+        rows[1] = torch.tensor(sizes, device=rows.device)
+        rows[2] = torch.tensor([domain_key(domain) for domain in domains], device=rows.device)
         labelled = any(domain is not None for domain in domains)  # a label may be 0
         purpose = FINISH_DOMAINS if labelled else FINISH
         unread = not multitensor.on_host(rows) and not self.used
@@ -95,7 +98,11 @@ class Ranks:
         keys = parts[2].long().tolist()
         starts = [sum(counts[:rank]) for rank in range(self.count)]
         mine = range(starts[self.rank], starts[self.rank] + counts[self.rank])
-        return AllMicrobatches(parts[0], parts[1], keys if any(keys) else [], starts, mine)
+        norms, all_sizes = parts[:2].to(self.device, multitensor.widest(self.device)).unbind()
+        return AllMicrobatches(norms, all_sizes, keys if any(keys) else [], starts, mine)
+
+    def _rows(self, count: int) -> Tensor:
+        return torch.zeros(3, count, dtype=torch.float64, device=self._writing)
 
     def _exchange_unread(self, step: int, rows: Tensor) -> AllMicrobatches:
         """Exchange norms without reading the messages, which would stall an accelerator.
@@ -117,7 +124,7 @@ class Ranks:
 
         `unread`: some ranks may not read the messages now, and assume a single domain.
         """
-        columns = (column.tolist() for column in headers.long().unbind(1))
+        columns: list[list[int]] = headers.long().t().tolist()  # one read
         steps, purposes, counts, examples, order, digests, used = columns
         if len(set(steps)) > 1:
             where = ", ".join(f"rank {rank}: step {step}" for rank, step in enumerate(steps))
@@ -176,8 +183,8 @@ class Ranks:
 
     def meet(self, step: int, part: int, size: int = 0) -> None:
         """Check that all ranks are about to send the same part of a sharded model."""
-        nothing = torch.zeros(3, 0, dtype=multitensor.widest(self.device), device=self.device)
-        self._check(self._gather(step, PART, nothing, (part, size, 0))[:, :HEADER])
+        heard = self._gather(step, PART, self._rows(0), (part, size, 0))
+        self._check(heard[:, :HEADER])
 
     def _finished(self, purposes: list[int]) -> str:
         """Describe which ranks have no more micro-batches."""
@@ -187,8 +194,7 @@ class Ranks:
     def agree(self, step: int, count: int, sizes: Sequence[int] = ()) -> None:
         """Check that all ranks are about to do the same, before they wait for each other."""
         weighted = sum(place * size for place, size in enumerate(sizes, 1))  # depends on the order
-        nothing = torch.zeros(3, 0, dtype=multitensor.widest(self.device), device=self.device)
-        heard = self._gather(step, FOLD, nothing, (count, sum(sizes), weighted))
+        heard = self._gather(step, FOLD, self._rows(0), (count, sum(sizes), weighted))
         self._check(heard[:, :HEADER])
 
     def _gather(
@@ -201,10 +207,12 @@ class Ranks:
         message[:HEADER] = torch.tensor(header, dtype=rows.dtype)
         if count <= self._capacity:
             message[HEADER:].view(3, -1)[:, :count] = rows
+        if self._writing != self.device:
+            message = message.view(torch.uint8).to(self.device)
         heard = message.new_empty(self.count, len(message))
         with self._answered(step):
             dist.all_gather(list(heard.unbind()), message, group=self.group)
-        return heard
+        return heard if self._writing == self.device else heard.cpu().view(torch.float64)
 
     def sum(
         self, step: int, gradients: Gradients, parameters: dict[str, nn.Parameter]
@@ -251,6 +259,7 @@ class Ranks:
             heard = message.new_empty(self.count, len(message))
             with self._answered(step):
                 dist.all_gather(list(heard.unbind()), message, group=self.group)
+            heard = heard.cpu()  # the only read
             counts, names = heard[:, :2].t().tolist()
             if max(counts) <= self._examples:
                 break
@@ -265,7 +274,7 @@ class Ranks:
                 "would not be recognized on another rank. `.grad` is unchanged."
             )
         table = heard[:, 2:].view(self.count, kinds, self._examples)
-        return torch.cat([table[r, :, :n] for r, n in enumerate(counts)], 1).cpu()
+        return torch.cat([table[r, :, :n] for r, n in enumerate(counts)], 1)
 
     def copy_from_first(self, tensors: list[Tensor]) -> None:
         """Copy the tensors of the first rank to every rank."""
