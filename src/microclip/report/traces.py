@@ -6,7 +6,7 @@ Traces and shapes are plain dictionaries. Knows nothing about which figures ther
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ COLORS = (1, 3, 4, 5, 6, 7, 8)  # of the style sheet; the second is for plain tr
 DASHES = ("solid", "dash", "dot", "dashdot")
 MARKS = ("circle", "square", "diamond", "triangle-up", "triangle-down", "cross", "star", "x")
 LONGEST_NAME = 40
+DASHED = {"color": "var(--orange)", "dash": "dash", "width": 1.6}
 
 Trace = dict[str, Any]
 
@@ -175,8 +176,8 @@ def level_trace(names: Sequence[str], value: float, name: str) -> Trace:
     }
 
 
-def level(value: float) -> dict[str, Any]:
-    """Return a dashed line at a value over the whole width."""
+def level(value: float, line: Mapping[str, Any] = DASHED) -> dict[str, Any]:
+    """Return a line at a value over the whole width."""
     return {
         "type": "line",
         "xref": "paper",
@@ -184,7 +185,7 @@ def level(value: float) -> dict[str, Any]:
         "x1": 1,
         "y0": value,
         "y1": value,
-        "line": {"color": "var(--orange)", "dash": "dash", "width": 1.6},
+        "line": dict(line),
     }
 
 

@@ -7,12 +7,23 @@ from typing import Any
 
 from microclip.report.blocks import Drawing
 from microclip.report.statistics import Estimate
-from microclip.report.traces import Look, escaped, log_ticks, look, rounded, strip, titled
+from microclip.report.traces import (
+    Look,
+    escaped,
+    estimates_trace,
+    level,
+    log_ticks,
+    look,
+    rounded,
+    strip,
+    titled,
+)
 from microclip_lab.reproduction.record_tables import ArmRow
 from microclip_lab.reproduction.tasks import PLAIN
 from microclip_lab.reproduction.theory_part import RateTable
 
 Trace = dict[str, Any]
+THIN = {"color": "var(--soft)", "dash": "dot", "width": 1.2}
 COSINES = {
     "benign_benign": "benign and benign",
     "dragger_benign": "dragger and benign",
@@ -32,7 +43,7 @@ def cosines(by_step: Mapping[int, Mapping[str, Estimate]]) -> Drawing:
         {
             "xaxis": {"title": {"text": "step"}},
             "yaxis": {"title": {"text": "mean cosine of two gradients"}},
-            "shapes": [level(0.0)],
+            "shapes": [level(0.0, THIN)],
         },
     )
 
@@ -71,7 +82,7 @@ def sweet_spot(rows: Sequence[ArmRow], plain: ArmRow | None, figure: str, title:
     """Draw a figure by micro-batch size, and below it the gain against plain training."""
     known = [row for row in rows if figure in row.figures]
     names = [str(row.size) for row in known]
-    traces = [_dots(names, [row.figures[figure] for row in known], "clipped", "")]
+    traces = [estimates_trace(names, [row.figures[figure] for row in known], "clipped", "")]
     layout: dict[str, Any] = {
         "xaxis": {"type": "category", "title": {"text": "micro-batch size b"}},
         "yaxis": {"title": titled(title)},
@@ -98,7 +109,7 @@ def sweet_spot(rows: Sequence[ArmRow], plain: ArmRow | None, figure: str, title:
         if row.gain is not None and row.gain.estimate is not None
     ]
     if gains:  # an axis without anything on it has no range, and cannot be drawn
-        traces.append(_dots([n for n, _ in gains], [e for _, e in gains], "gain", "2"))
+        traces.append(estimates_trace([n for n, _ in gains], [e for _, e in gains], "gain", "2"))
         layout["xaxis"] |= {"anchor": "y2", "domain": [0, 1]}
         layout["yaxis"] |= {"domain": [0.56, 1]}
         layout["yaxis2"] = {
@@ -106,7 +117,7 @@ def sweet_spot(rows: Sequence[ArmRow], plain: ArmRow | None, figure: str, title:
             "domain": [0, 0.44],
             "anchor": "x",
         }
-        layout["shapes"].append({**level(0.0), "yref": "y2"})
+        layout["shapes"].append({**level(0.0, THIN), "yref": "y2"})
     return Drawing(traces, layout)
 
 
@@ -186,44 +197,6 @@ def with_band(
         "hovertemplate": "%{y:.4g}",
     }
     return [band, mean] if ends else [mean]
-
-
-def level(value: float) -> dict[str, Any]:
-    """Return a thin line across a figure."""
-    return {
-        "type": "line",
-        "xref": "paper",
-        "x0": 0,
-        "x1": 1,
-        "y0": value,
-        "y1": value,
-        "line": {"color": "var(--soft)", "dash": "dot", "width": 1.2},
-    }
-
-
-def _dots(names: Sequence[str], values: Sequence[Estimate], name: str, axis: str) -> Trace:
-    return {
-        "type": "scatter",
-        "mode": "lines+markers",
-        "x": list(names),
-        "y": [each.mean for each in values],
-        "xaxis": "x",
-        "yaxis": f"y{axis}",
-        "error_y": {
-            "type": "data",
-            "symmetric": False,
-            "array": [0.0 if e.high is None else e.high - e.mean for e in values],
-            "arrayminus": [0.0 if e.low is None else e.mean - e.low for e in values],
-            "color": "var(--blue)",
-            "thickness": 1.6,
-            "width": 5,
-        },
-        "name": name,
-        "line": {"color": "var(--blue)", "width": 1.8},
-        "marker": {"color": "var(--blue)", "size": 8},
-        "showlegend": not axis,
-        "hovertemplate": "%{x}: %{y:.4g}<extra></extra>",
-    }
 
 
 def _turned_round(each: Estimate) -> Estimate:
