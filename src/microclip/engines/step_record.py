@@ -190,7 +190,7 @@ class StepRecord:
     def example_losses(self) -> Tensor:
         """Return a loss for each example, that of its micro-batch if it has none of its own.
 
-        On the host: rules with memory are the only ones that ask.
+        On the host, since only rules that remember ask for them.
         """
         self._all_norms()
         if not self._found:
@@ -258,10 +258,10 @@ class StepRecord:
         return torch.full_like(total, size) + self._poison()
 
     def _weighted_divisor(self, total: Tensor) -> Tensor:
-        """Return the divisor if examples have weights, whose total this is.
+        """Return the divisor for weighted examples, given the total of their weights.
 
         It is at least a thousandth of the examples: a step in which nearly all are held back must
-        not be made of the few weights that are left.
+        not consist of the few weights that are left.
         """
         examples = self._examples_of_all or sum(self._sizes)
         total = total.clamp(min=max(examples, 1) / 1000)

@@ -145,7 +145,7 @@ class Checkpoints:
         return sorted(p for p in self.folder.glob(f"{STEP}*") if OURS.fullmatch(p.name))
 
     def _remove_old(self) -> None:
-        """Remove what this run has written and nothing refers to any more."""
+        """Remove what this run has written and nothing refers to anymore."""
         own = [path for path in self._all() if self._is_own(path)]
         kept = set(own[-KEPT:])
         for path in list(kept):
@@ -243,7 +243,7 @@ def _content(folder: Path) -> dict[str, Any]:
         if (folder / "state.json").exists():
             raise DamagedFileError(
                 f"{folder} was written by an earlier version, with pickled objects, which may run "
-                "code and are not read any more. (Its weights can be used: --start-from.)"
+                "code and are no longer read. (Its weights can be used: --start-from.)"
             ) from None
         raise DamagedFileError(f"{folder} is damaged: it has no {MANIFEST}.") from None
     except (OSError, ValueError, RecursionError) as error:
