@@ -255,8 +255,8 @@ def test_hostile_texts_stay_texts(tmp_path):
     run.log_all(1, {HOSTILE: 1})
     run.log_all(2, {HOSTILE: 2, "</script>": 1})
     html = render(page_of(run.path)).decode()
-    own = re.sub(r"<script>.*?</script>", "", html, flags=re.DOTALL)  # plotly's, and ours
-    assert html.count("<script>") == 2
+    own = re.sub(r"<script>.*?</script>", "", html, flags=re.DOTALL)  # plotly's, and our two
+    assert html.count("<script>") == 3
     assert "&lt;script&gt;window.pwned=1" in own
     assert "\\u0026lt;script\\u0026gt;" in own
     assert "<img src=x" not in html

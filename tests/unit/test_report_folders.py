@@ -276,6 +276,7 @@ def test_a_bare_ledger_is_a_run(tmp_path):
         page = page_of(given)
         assert read_run(given).name == "some run"
         assert [section.title for section in page.sections] == [
+            "Suspects",
             "Learning curves",
             "What clipping did",
             "Held back most",

@@ -121,7 +121,42 @@ class Gallery:
         return sorted({tile.domain for tile in self.tiles if tile.domain is not None})
 
 
-Block = Paragraph | Figure | Table | Gallery
+@dataclass(frozen=True)
+class Suspect:
+    """An example that is probably wrong, to be reviewed."""
+
+    id: int | str
+    probability: float | None
+    flagged: bool
+    kind: str
+    evidence: str
+    given: str | None = None  # label, as in Suspects.labels
+    suggested: str | None = None
+    truth: str | None = None
+    domain: str | None = None
+    shows: str = ""  # "image", "audio", "text", or "" if there is nothing to show
+    uri: str = ""
+    pixelated: bool = False
+    text: str = ""
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Suspects:
+    """Examples to review in the page: keep, relabel or drop."""
+
+    key: str
+    storage: str  # under which the browser saves the review of this run
+    run: str
+    rows: Sequence[Suspect]  # the most probable first
+    labels: Mapping[str, str]  # names of the labels to choose from, by what is exported
+    fixed_labels: bool  # whether others are refused
+    integer_ids: bool
+    listed: Table  # the first of them, for printing and for browsers without scripts
+    block: str = "suspects"
+
+
+Block = Paragraph | Figure | Table | Gallery | Suspects
 
 
 @dataclass(frozen=True)
@@ -141,3 +176,4 @@ class Page:
     verdict: Sequence[str]
     sections: Sequence[Section]
     made_by: str = ""
+    headlines: Sequence[str] = ()  # without full stops

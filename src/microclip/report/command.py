@@ -62,7 +62,7 @@ def run(config: ReportConfig) -> Page:
         )
     except ValueError as error:
         raise SystemExit(f"microclip: {error}") from error
-    for sentence in page.verdict:
+    for sentence in (*(f"{line}." for line in page.headlines), *page.verdict):
         console.print(sentence, markup=False, highlight=False)
     console.print()
     # soft_wrap and no markup: a path must be printed unchanged, however long or odd it is

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from html import escape
 from typing import Any
 
@@ -52,7 +52,7 @@ def gallery_of(
         one = str(row["id"])
         facts = data.examples.facts.get(one)
         content = data.examples.contents.get(one)
-        media, text, note = _shown(data, content, budget)
+        media, text, note = shown_content(data, content, budget)
         left_out += media is None and content is not None and content.kind != "text"
         tiles.append(
             Tile(
@@ -164,15 +164,25 @@ def _how_to_read(data: RunData) -> str:
     )
 
 
-def _shown(
-    data: RunData, content: Content | None, budget: ByteBudget
+def shown_content(
+    data: RunData,
+    content: Content | None,
+    budget: ByteBudget,
+    size: Callable[[str], int] = lambda text: len(escape(text).encode("utf-8", "replace")),
 ) -> tuple[Media | None, str, str]:
-    """Return what to show of an example, a file or a text, and a note if it is incomplete."""
+    """Return what to show of an example, a file or a text, and a note if it is incomplete.
+
+    Args:
+        data: The run.
+        content: What the example contains; None if unknown.
+        budget: Pays for it.
+        size: How many bytes a text takes in the page.
+    """
     if content is None:
         return None, "", ""
     if content.kind == "text":
         text = content.text or ""
-        if not budget.take(len(escape(text[:LONGEST_TEXT]).encode("utf-8", "replace"))):
+        if not budget.take(size(text[:LONGEST_TEXT])):
             return None, "", FULL
         if len(text) <= LONGEST_TEXT:
             return None, text, ""

@@ -200,7 +200,7 @@ def pixel_range(array: Any) -> tuple[float, float]:
     | floats from 0 to 1 | 0 to 1 |
     | floats from -1 to 1 | -1 to 1 |
     | floats from 0 to 255, some above 64 | 0 to 255 |
-    | other floats, such as standardized ones | the lowest to the highest (from 0 if none is below) |
+    | other floats, such as standardized ones | the lowest, or 0 if less, to the highest |
 
     Resampling may overshoot the ranges of floats by a twentieth. Integers below 0 are refused.
     """

@@ -165,6 +165,36 @@
     filter();
   }
 
+  // -------------------------------------------------------------------------------- finding one's way
+
+  // tables that are wider than the screen say so
+  const tables = [...document.querySelectorAll(".scroll")];
+  const measure = () => tables.forEach((table) => {
+    table.previousElementSibling.hidden = table.scrollWidth <= table.clientWidth + 1;
+  });
+  if (window.ResizeObserver) {
+    const observer = new ResizeObserver(measure);
+    tables.forEach((table) => observer.observe(table));
+  }
+
+  // the section that is being read is marked in the navigation
+  const links = [...document.querySelectorAll("nav a")];
+  const sections = links.map((link) => document.getElementById(link.hash.slice(1)));
+  function locate() {
+    const place = sections.findLastIndex((one) => one.getBoundingClientRect().top < 120);
+    links.forEach((link, number) => {
+      if ((number === place) === link.hasAttribute("aria-current")) return;
+      if (number !== place) link.removeAttribute("aria-current");
+      else {
+        link.setAttribute("aria-current", "true");
+        const list = link.closest("ul");
+        list.scrollLeft += link.getBoundingClientRect().left - list.getBoundingClientRect().left - 40;
+      }
+    });
+  }
+  addEventListener("scroll", locate, { passive: true });
+  locate();
+
   show();
   document.getElementById("no-figures").hidden = true;
 })();

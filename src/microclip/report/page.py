@@ -2,7 +2,7 @@
 
 Everything that comes from data is escaped: texts by jinja, figures as JSON in which no tag can
 begin or end. As a second line of defense, the page's Content-Security-Policy allows only its own
-two scripts, by hash, and no network requests.
+scripts, by hash, and no network requests.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from microclip.report.blocks import Cell, Figure, Page
+from microclip.report.blocks import Cell, Figure, Page, Suspects
 from microclip.report.gallery import shortened
+from microclip.report.suspects import review_data
 
 LARGEST_PAGE = 8_000_000  # bytes
 RESERVED = 1_000_000  # bytes of it for text, tables and figures
@@ -36,14 +37,14 @@ def render(page: Page) -> bytes:
         lstrip_blocks=True,
     )
     environment.filters |= {"shortened": shortened, "sort_key": sort_key}
-    script = _asset("page.js")
+    scripts = [plotly_script(), _asset("page.js"), _asset("review.js")]
     html = environment.get_template("page.html.jinja").render(
         page=page,
-        policy=_policy(plotly_script(), script),
+        policy=_policy(*scripts),
         style=Markup(_asset("style.css")),
         figures=Markup(_figures(page)),
-        plotly=Markup(plotly_script()),
-        script=Markup(script),
+        reviews=Markup(_reviews(page)),
+        scripts=[Markup(script) for script in scripts],
     )
     content = html.encode("utf-8", "replace")  # a lone surrogate cannot be encoded
     if len(content) > LARGEST_PAGE:
@@ -91,6 +92,16 @@ def _figures(page: Page) -> str:
         for section in page.sections
         for block in section.blocks
         if isinstance(block, Figure)
+    }
+    return embedded(found)
+
+
+def _reviews(page: Page) -> str:
+    found = {
+        block.key: review_data(block)
+        for section in page.sections
+        for block in section.blocks
+        if isinstance(block, Suspects)
     }
     return embedded(found)
 

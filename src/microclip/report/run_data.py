@@ -25,6 +25,7 @@ from microclip import guard
 from microclip.draggers import Draggers, score
 from microclip.draggers.source import IdIndex, Source, column, whole_steps
 from microclip.draggers.statistics import LITTLE
+from microclip.issues import Issues, find_issues
 from microclip.ledger import Record, open_ledger
 from microclip.report.folder import EXAMPLES, FILE_CHECKSUM
 from microclip.report.runs import Run, count_lines, is_being_written, lines, parsed
@@ -35,6 +36,7 @@ STRETCHES = 120
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 COLUMNS = ("step", "size", "norm", "weight", "bound", "loss", "skipped")
 HELD_SHOWN = 24  # of those held back now, and of those released again
+MOST_SUSPECTS = 2000
 MOST_GROUPS = 30  # domains, or labels standing in for them
 
 Values = npt.NDArray[np.float64]
@@ -162,6 +164,7 @@ class Timeline:
     largest: int = 0  # examples in a micro-batch
     not_finite: int = 0  # micro-batches with a gradient that was not
     mean_weight: float | None = None  # of the average example
+    has_norms: bool = False  # plain training may be recorded without
 
 
 def read_timeline(ledger: Path) -> Timeline:
@@ -183,7 +186,9 @@ def read_timeline(ledger: Path) -> Timeline:
         timeline.recorded += len(np.unique(steps))
         timeline.microbatches += len(steps)
         timeline.largest = max(timeline.largest, int(sizes.max()))
-        timeline.not_finite += int((~np.isfinite(norms)).sum())
+        measured = pc.is_valid(stretch["norm"]).to_numpy()
+        timeline.has_norms |= bool(measured.any())
+        timeline.not_finite += int((measured & ~np.isfinite(norms)).sum())
         counted = np.isfinite(weights)
         given += float((weights * sizes)[counted].sum())
         total += float(sizes[counted].sum())
@@ -279,6 +284,11 @@ class RunData:
     grouped_by: str  # what the guard compared: "domain", "label", or "" for nothing
     warnings: tuple[str, ...]
     held: HeldBack | None = None  # None: the rule does not weight examples
+    issues: Issues | None = None  # None: it cannot be said what is wrong
+    issue_warnings: tuple[str, ...] = ()
+    no_issues: str = ""  # why
+    classes: int | None = None  # that the model tells apart; None if unknown
+    created: str = ""  # when the ledger was
 
     @cached_property
     def ids(self) -> list[str]:
@@ -308,8 +318,9 @@ class RunData:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the run was described as plain training and its weights agree."""
-        return self.run.is_plain and self.timeline.mean_weight == 1 and self.held is None
+        """Whether it was described as plain training or has no norms, and its weights agree."""
+        said = self.run.is_plain or not self.timeline.has_norms
+        return said and self.timeline.mean_weight == 1 and self.held is None
 
     @property
     def is_clipped(self) -> bool:
@@ -335,7 +346,12 @@ def read_run_data(key: str, run: Run, ledger: Path, shown: int, say: Say) -> Run
         warnings.simplefilter("always")
         draggers = score(record)
     ids = [str(one) for one in draggers.table["id"].to_pylist()]
-    examples = read_examples(run.path, set(ids), {str(one) for one in shown_ids(draggers, shown)})
+    say(f"{run.name}: looking for wrong labels")
+    issues, doubts, why = _find_issues(record)
+    to_show = {str(one) for one in shown_ids(draggers, shown)}
+    if issues is not None and shown:
+        to_show |= {str(row["id"]) for row in suspect_rows(issues)[0]}
+    examples = read_examples(run.path, set(ids), to_show)
     held = None
     if "held_back" in draggers.table.column_names:
         wrong = {one for one, facts in examples.facts.items() if facts.wrong}
@@ -343,7 +359,39 @@ def read_run_data(key: str, run: Run, ledger: Path, shown: int, say: Say) -> Run
     say(f"{run.name}: checking domains")
     grouped_by, report = _check_domains(ledger, draggers, examples, ids)
     messages = tuple(str(warning.message) for warning in given)
-    return RunData(key, run, timeline, draggers, examples, report, grouped_by, messages, held)
+    return RunData(
+        key,
+        run,
+        timeline,
+        draggers,
+        examples,
+        report,
+        grouped_by,
+        messages,
+        held,
+        issues if shown else None,
+        doubts,
+        why,
+        record.classes,
+        str(record.manifest.get("created", "")),
+    )
+
+
+def suspect_rows(issues: Issues) -> tuple[list[dict[str, Any]], int]:
+    """Return what to review, the most probably wrong first, and how many there are in all."""
+    found = issues.table.filter(pc.is_valid(issues.table["kind"]))
+    return found.slice(0, MOST_SUSPECTS).to_pylist(), len(found)
+
+
+def _find_issues(record: Record) -> tuple[Issues | None, tuple[str, ...], str]:
+    """Return what is wrong with the data, and doubts; or else why nothing can be said."""
+    with warnings.catch_warnings(record=True) as given:
+        warnings.simplefilter("always")
+        try:
+            found = find_issues(record)
+        except ValueError as error:
+            return None, (), str(error).replace(f" {record.path}", "")
+    return found, tuple(str(warning.message) for warning in given), ""
 
 
 def held_back_rows(draggers: Draggers, now: bool) -> pa.Table:

@@ -232,6 +232,8 @@ def drag(data: RunData, count: int, budget: ByteBudget, titles: tuple[str, str])
                 "note",
             )
         )
+    if data.no_issues:
+        blocks.append(Paragraph(f"There is no list of suspects. {data.no_issues}", "note"))
     blocks.append(tiles)
     blocks += [Paragraph(note, "note") for note in (*notes, *data.examples.notes)]
     shown = Section(f"gallery-section-{data.key}", titles[0], blocks)

@@ -21,6 +21,7 @@ from microclip.report.media import ByteBudget
 from microclip.report.page import media_budget, render
 from microclip.report.run_data import RunData, Say, read_run_data
 from microclip.report.runs import Run, read_run
+from microclip.report.suspects import headline, suspects_section
 
 GALLERY = 60  # examples shown by default
 MOST_LEDGERS = 4  # on one page
@@ -65,6 +66,8 @@ class Findings:
     """What there is to say about some runs: a summary, and sections by topic."""
 
     runs: Sequence[Run]
+    headlines: Sequence[str]
+    suspects: Sequence[Section]
     summary: Sequence[str]
     comparisons: Sequence[Section]
     curves: Sequence[Section]
@@ -94,8 +97,15 @@ def read_findings(
         )
         what = Section(what.key, what.title, [*what.blocks, Paragraph(note, "note")])
     budget = ByteBudget(media_budget())
+    several = len(data) > 1
     return Findings(
         runs=runs,
+        headlines=[line for one in data if (line := headline(one, several))],
+        suspects=[
+            section
+            for one in data
+            if (section := suspects_section(one, budget, _suffix(one, several))) is not None
+        ],
         summary=sections.summary(runs, comparisons, data),
         comparisons=[
             sections.comparing(comparison, str(place))
@@ -105,7 +115,7 @@ def read_findings(
         ledgers=[
             section
             for one in data
-            for section in _ledger_sections(one, gallery, budget, len(data) > 1)
+            for section in _ledger_sections(one, gallery, budget, _suffix(one, several))
         ],
         what_was_run=what,
         data=data,
@@ -117,7 +127,9 @@ def assemble(findings: Findings, title: str) -> Page:
     return Page(
         title=title,
         verdict=findings.summary,
+        headlines=findings.headlines,
         sections=[
+            *findings.suspects,
             *findings.comparisons,
             *findings.curves,
             *findings.ledgers,
@@ -127,16 +139,15 @@ def assemble(findings: Findings, title: str) -> Page:
     )
 
 
-def _ledger_sections(
-    data: RunData, gallery: int, budget: ByteBudget, several: bool
-) -> list[Section]:
-    suffix = f" ({shortened(data.run.name)})" if several else ""
+def _ledger_sections(data: RunData, gallery: int, budget: ByteBudget, suffix: str) -> list[Section]:
     titles = (f"Which examples drag?{suffix}", f"Scores{suffix}")
     examples = sections.drag(data, gallery, budget, titles)
     what = "What clipping did" if data.is_clipped else "Gradients"
     if data.held is not None:
         held = held_back_sections(data, gallery, budget, suffix)
         return [*held, sections.clipping(data, f"{what}{suffix}"), *examples]
+    if not data.timeline.has_norms:
+        return examples
     if data.is_plain:
         return [sections.clipping(data, f"{what}{suffix}"), *examples]
     return [
@@ -144,6 +155,10 @@ def _ledger_sections(
         sections.held_back(data, f"Held back most{suffix}"),
         *examples,
     ]
+
+
+def _suffix(data: RunData, several: bool) -> str:
+    return f" ({shortened(data.run.name)})" if several else ""
 
 
 def _title(first: str, count: int) -> str:
