@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from microclip.noise_scale import NoiseScale
     from microclip.outcome import Outcome
     from microclip.probing import ProbeEvery, probe
+    from microclip.review import read_review
+    from microclip.step_spikes import spikes
 
 __version__ = "0.1.0.dev1"
 __all__ = [
@@ -27,8 +29,10 @@ __all__ = [
     "issues",
     "ledger",
     "probe",
+    "read_review",
     "report",
     "rules",
+    "spikes",
     "with_ids",
 ]
 
@@ -46,8 +50,10 @@ _LAZY = {
     "issues": ("microclip.issues", None),
     "ledger": ("microclip.ledger", None),
     "probe": ("microclip.probing", "probe"),
+    "read_review": ("microclip.review", "read_review"),
     "report": ("microclip.report", None),
     "rules": ("microclip.rules", None),
+    "spikes": ("microclip.step_spikes", "spikes"),
     "with_ids": ("microclip.dataset_ids", "with_ids"),
 }
 

@@ -59,6 +59,14 @@ class CommandError(Exception):
 
 
 COMMANDS = {
+    "apply": Command(
+        "turn a review of suspects into lists of ids and labels to train by",
+        "microclip.review.command:run",
+        "microclip.review.command:ApplyConfig",
+        positional=True,
+        needs=("pyarrow", "numpy"),
+        install="microclip[ledger]",
+    ),
     "demo": Command(
         "train on digits with wrong labels; ends with a page that names them",
         "microclip.demo:run",
@@ -86,6 +94,14 @@ COMMANDS = {
         positional=True,
         needs=("jinja2", "plotly", "pyarrow", "numpy"),
         install="microclip[report]",
+    ),
+    "spikes": Command(
+        "steps of a recorded run that stand out, and the rows behind them",
+        "microclip.step_spikes.command:run",
+        "microclip.step_spikes.command:SpikesConfig",
+        positional=True,
+        needs=("pyarrow", "numpy"),
+        install="microclip[ledger]",
     ),
 }
 

@@ -1,0 +1,14 @@
+"""Which row broke the run: steps whose loss or gradient stands out, with their rows ranked.
+
+Data flows one way: `series` (one loss and one norm per step, and how far they stand out) -> `find`
+(the spikes and their rows, as a table). Knows ledgers; nothing of models.
+"""
+
+from importlib.util import find_spec
+
+if find_spec("pyarrow") is None or find_spec("numpy") is None:
+    raise ImportError("microclip.spikes needs pyarrow and numpy: pip install 'microclip[ledger]'")
+
+from microclip.step_spikes.find import Spike, Spikes, spikes
+
+__all__ = ["Spike", "Spikes", "spikes"]

@@ -1,0 +1,97 @@
+"""`microclip spikes`: its options, and printing what was found. Heavy imports wait until it runs,
+so that `--help` is quick.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from microclip.step_spikes.find import Spike, Spikes
+
+
+@dataclass(frozen=True)
+class SpikesConfig:
+    """Find steps whose loss or gradient stands out, and the rows behind them.
+
+    A run is the folder of a microclip.Ledger, or one written by microclip.report.RunFolder. Losses
+    of examples say which row had the loss, norms of micro-batches which had the gradient.
+
+    The worst:  microclip spikes runs/first
+
+    All rows of the worst 50, for a spreadsheet:  microclip spikes runs/first --most 50 --csv a.csv
+    """
+
+    run: Path
+    """The folder of a run or ledger."""
+    csv: Path | None = None
+    """Write the rows of all spikes here, as CSV."""
+    most: int = 10
+    """How many spikes to print."""
+    rows: int = 3
+    """How many rows of each."""
+    window: int = 30
+    """A step is compared with this many before it."""
+    threshold: float = 5.0
+    """It stands out if it lies this many robust standard deviations above them."""
+
+
+def run(config: SpikesConfig) -> Spikes:
+    """Print what was found, and write the file that was asked for."""
+    from rich.console import Console
+
+    from microclip.step_spikes.find import spikes
+
+    console = Console()
+
+    def say(text: str) -> None:
+        console.print(text, soft_wrap=True, markup=False, highlight=False)
+
+    inside = config.run / "ledger"
+    is_run = inside.is_dir() and not (config.run / "ledger.json").exists()
+    try:
+        found = spikes(
+            inside if is_run else config.run,
+            window=config.window,
+            threshold=config.threshold,
+            most=config.most,
+        )
+        if config.csv is not None:
+            found.to_csv(config.csv)
+    except ValueError as error:
+        raise SystemExit(f"microclip: {error}") from error
+    say(f"{len(found) or 'No'} spikes in {found.steps:,} steps.")
+    for spike in found.found:
+        say("")
+        say(_heading(spike))
+        say(f"  {spike.note}")
+        for row in spike.rows.slice(0, config.rows).to_pylist():
+            say(f"  {_row(row)}")
+    for note in found.notes:
+        say(f"\n{note}")
+    if config.csv is not None:
+        say(f"\nrows: {config.csv}")
+    return found
+
+
+def _heading(spike: Spike) -> str:
+    steps = (
+        f"Step {spike.step}" if spike.last == spike.step else f"Steps {spike.step} to {spike.last}"
+    )
+    parts = []
+    if spike.loss is not None:
+        parts.append(f"loss {spike.loss:.4g}, usually {spike.usual_loss:.4g}")
+    if spike.norm is not None:
+        parts.append(f"gradient {spike.norm:.4g}, usually {spike.usual_norm:.4g}")
+    return f"{steps}: {'; '.join(parts)} ({spike.score:.3g} standard deviations)"
+
+
+def _row(row: dict[str, Any]) -> str:
+    parts = [f"{row['id']}:"]
+    if row["loss_share"] is not None:
+        parts.append(f"loss {row['loss']:.4g} ({row['loss_share']:.0%})")
+    if row["energy_share"] is not None:
+        parts.append(f"gradient {row['microbatch_norm']:.4g} ({row['energy_share']:.0%} of energy)")
+    return " ".join(parts)

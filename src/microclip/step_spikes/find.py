@@ -1,0 +1,280 @@
+"""Finding spikes, and ranking the rows of their steps by what they contributed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from microclip.draggers.result import PathLike, write_csv
+from microclip.draggers.source import LedgerLike, Source, column, whole_steps
+from microclip.draggers.statistics import Numbers, Values
+from microclip.step_spikes.series import FEWEST, StepSeries, read_series, stand_out
+
+NEAR = 1  # spikes at most this many recorded steps apart are one
+
+
+@dataclass(frozen=True, eq=False)
+class Spike:
+    """One step, or several in a row, whose loss or gradient stands out.
+
+    Attributes:
+        step: The first of them.
+        last: The last of them.
+        loss: The mean loss of the first; None if it was not recorded.
+        usual_loss: The median of the steps before it.
+        loss_score: How far the loss lies above that, in robust standard deviations.
+        norm: The root mean square of its micro-batch gradient norms; None if not recorded.
+        usual_norm: The median of the steps before it.
+        norm_score: How far the norm lies above that.
+        rows: A pyarrow table of its examples, the most suspicious first.
+        note: What stands out among the rows, in a sentence.
+    """
+
+    step: int
+    last: int
+    loss: float | None
+    usual_loss: float | None
+    loss_score: float | None
+    norm: float | None
+    usual_norm: float | None
+    norm_score: float | None
+    rows: pa.Table
+    note: str
+
+    @property
+    def score(self) -> float:
+        """The larger of both scores."""
+        return max(s for s in (self.loss_score, self.norm_score) if s is not None)
+
+
+@dataclass(frozen=True, eq=False)
+class Spikes:
+    """The spikes of a run, the worst first.
+
+    Attributes:
+        found: The spikes.
+        steps: How many steps were recorded.
+        notes: What the ledger cannot tell, in sentences.
+    """
+
+    found: tuple[Spike, ...]
+    steps: int
+    notes: tuple[str, ...]
+
+    def __len__(self) -> int:
+        return len(self.found)
+
+    def __getitem__(self, place: int) -> Spike:
+        return self.found[place]
+
+    def __repr__(self) -> str:
+        return f"Spikes({len(self)} in {self.steps} steps)"
+
+    @property
+    def table(self) -> pa.Table:
+        """All rows of all spikes, with the step and its scores."""
+        tables = []
+        for spike in self.found:
+            rows = spike.rows
+            for place, name in enumerate(("step", "loss_score", "norm_score")):
+                kind = pa.int64() if name == "step" else pa.float64()
+                value = pa.scalar(getattr(spike, name), kind)
+                rows = rows.add_column(place, name, pa.repeat(value, len(rows)))
+            tables.append(rows)
+        return pa.concat_tables(tables) if tables else pa.table({"step": pa.array([], pa.int64())})
+
+    def to_csv(self, path: PathLike) -> None:
+        """Write `table` as CSV; texts that spreadsheets would run get an apostrophe in front."""
+        write_csv(self.table, path)
+
+
+def spikes(
+    ledger: LedgerLike, *, window: int = 30, threshold: float = 5.0, most: int = 20
+) -> Spikes:
+    """Find steps whose loss or gradient stands out, and rank their rows.
+
+    >>> spike = spikes("runs/first")[0]  # doctest: +SKIP
+    >>> spike.step, spike.rows["id"][0]  # doctest: +SKIP
+
+    Args:
+        ledger: The folder of a ledger, a `microclip.Ledger`, or the result of `open_ledger`.
+        window: A step is compared with this many before it.
+        threshold: It stands out if its loss or norm lies this many robust standard deviations
+            above their median. NaN and inf always do.
+        most: How many spikes to return, the worst.
+    """
+    for name, value, least in (("window", window, FEWEST), ("most", most, 1)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ValueError(f"{name} must be an integer of at least {least}, but got {value!r}.")
+    if not threshold > 0:
+        raise ValueError(f"threshold must be above 0, but got {threshold!r}.")
+    source = Source.open(ledger)
+    series = read_series(source)
+    if not series.has_losses and not series.has_norms:
+        raise ValueError(f"The ledger {source.path} has neither losses nor norms to look at.")
+    loss_scores, usual_losses = _scores(series.losses, series.has_losses, window)
+    norm_scores, usual_norms = _scores(series.norms, series.has_norms, window)
+    scores = np.maximum(loss_scores, norm_scores)
+    events = _events(scores, threshold)
+    events = sorted(events, key=lambda event: (-scores[event[0]], event[0]))[:most]
+    examples = _examples_of(source, series.steps[[first for first, _ in events]])
+    found = []
+    for first, last in events:
+        step = int(series.steps[first])
+        rows = _ranked(examples[step], series.has_norms and series.microbatches[first] > 1)
+        note = _note(rows, step)
+        found.append(
+            Spike(
+                step=step,
+                last=int(series.steps[last]),
+                loss=_at(series.losses, first, series.has_losses),
+                usual_loss=_at(usual_losses, first, series.has_losses),
+                loss_score=_at(loss_scores, first, series.has_losses),
+                norm=_at(series.norms, first, series.has_norms),
+                usual_norm=_at(usual_norms, first, series.has_norms),
+                norm_score=_at(norm_scores, first, series.has_norms),
+                rows=rows,
+                note=note,
+            )
+        )
+    return Spikes(tuple(found), len(series.steps), _limits(source, series))
+
+
+def _scores(values: Values, known: bool, window: int) -> tuple[Values, Values]:
+    if not known:
+        return np.full(len(values), -np.inf), values
+    return stand_out(values, window)
+
+
+def _at(values: Values, place: int, known: bool) -> float | None:
+    return float(values[place]) if known else None
+
+
+def _events(scores: Values, threshold: float) -> list[tuple[int, int]]:
+    """Return the first and last place of each spike; neighbors are one."""
+    found: list[tuple[int, int]] = []
+    for place in np.flatnonzero(scores >= threshold).tolist():
+        if found and place - found[-1][1] <= NEAR:
+            found[-1] = (found[-1][0], place)
+        else:
+            found.append((place, place))
+    return found
+
+
+def _examples_of(source: Source, steps: Numbers) -> dict[int, dict[str, Any]]:
+    """Return ids, losses, and sizes and norms of their micro-batches, for some steps."""
+    found: dict[int, dict[str, Any]] = {}
+    wanted = pa.array(steps)
+    columns = ("step", "rank", "microbatch", "ids", "size", "norm", "loss")
+    for table in whole_steps(source.microbatches, columns):
+        table = table.filter(pc.is_in(table["step"], value_set=wanted))
+        for step in pc.unique(table["step"]).to_pylist():
+            rows = table.filter(pc.equal(table["step"], step)).combine_chunks()
+            rows = rows.sort_by([("rank", "ascending"), ("microbatch", "ascending")])
+            sizes = rows["size"].to_numpy().astype(np.int64)
+            ids = column(rows, "ids").flatten()
+            found[step] = {
+                "id": ids.cast(pa.int64()) if source.integers else ids,
+                "of": np.repeat(np.arange(len(rows)), sizes),
+                "sizes": sizes,
+                "norms": pc.fill_null(rows["norm"], np.nan).to_numpy(),
+                "losses": None,
+            }
+    for table in whole_steps(source.examples, ("step", "rank", "microbatch", "loss")):
+        table = table.filter(pc.is_in(table["step"], value_set=wanted))
+        for step in pc.unique(table["step"]).to_pylist():
+            rows = table.filter(pc.equal(table["step"], step)).combine_chunks()
+            rows = _in_order(rows)
+            if len(rows) == len(found[step]["of"]):
+                found[step]["losses"] = rows["loss"].to_numpy().astype(np.float64)
+    return found
+
+
+def _in_order(rows: pa.Table) -> pa.Table:
+    """Sort by rank and micro-batch; within one, rows stay in their order."""
+    keys = rows["rank"].to_numpy(), rows["microbatch"].to_numpy()
+    return rows.take(pa.array(np.lexsort(keys[::-1])))
+
+
+def _ranked(step: dict[str, Any], by_norm: bool) -> pa.Table:
+    """Return the rows of a step, ranked by the larger of their shares."""
+    count = len(step["of"])
+    losses = np.full(count, np.nan) if step["losses"] is None else step["losses"]
+    loss_share = np.full(count, np.nan) if step["losses"] is None else _shares(losses)
+    norms, sizes = step["norms"], step["sizes"]
+    energy_share = np.full(count, np.nan)
+    if by_norm:
+        largest = np.max(norms, initial=np.finfo(np.float64).tiny, where=np.isfinite(norms))
+        energy_share = (_shares(np.square(norms / largest) * sizes) / sizes)[step["of"]]
+    score = np.fmax(np.nan_to_num(loss_share), np.nan_to_num(energy_share))
+    order = np.lexsort((np.arange(count), -score))
+    table = pa.table(
+        {
+            "id": step["id"],
+            "loss": pa.array(losses, from_pandas=step["losses"] is None),
+            "loss_share": pa.array(loss_share, from_pandas=True),
+            "microbatch_norm": pa.array(norms[step["of"]], from_pandas=not by_norm),
+            "energy_share": pa.array(energy_share, from_pandas=True),
+            "microbatch_size": pa.array(sizes[step["of"]]),
+        }
+    )
+    return table.take(pa.array(order))
+
+
+def _shares(values: Values) -> Values:
+    """Return the share of each value in the total; values that are not finite share everything."""
+    finite = np.isfinite(values)
+    if not finite.all():
+        broken: Values = (~finite) / (~finite).sum()
+        return broken
+    values = values - min(float(values.min(initial=0.0)), 0.0)
+    largest = float(values.max(initial=0.0))
+    if largest == 0:
+        return np.full(len(values), 1 / max(len(values), 1))
+    found: Values = values / values.sum()
+    return found
+
+
+def _note(rows: pa.Table, step: int) -> str:
+    """Say who is to blame, or that nobody in this step is."""
+    first = rows.slice(0, 1).to_pylist()[0]
+    shares = {"loss": first["loss_share"], "gradient energy": first["energy_share"]}
+    known = {what: share for what, share in shares.items() if share is not None}
+    if not known:
+        return "Neither losses nor norms of single examples are known, so no row can be named."
+    what, share = max(known.items(), key=lambda pair: pair[1])
+    even = 1 / len(rows)
+    if share < 3 * even or len(rows) < 2:
+        return (
+            f"No row of step {step} stands out: all have a high loss, so an earlier step probably "
+            "did the damage. Look at the steps before, the learning rate and the loss scale."
+        )
+    if first["microbatch_size"] > 1 and what == "gradient energy":
+        return (
+            f"The micro-batch of {first['id']!r} has {share * first['microbatch_size']:.0%} of the "
+            f"{what}; norms cannot tell its {first['microbatch_size']} members apart."
+        )
+    return f"{first['id']!r} has {share:.0%} of the {what}, where an even share is {even:.1%}."
+
+
+def _limits(source: Source, series: StepSeries) -> tuple[str, ...]:
+    found = []
+    if not series.has_norms:
+        found.append(
+            "Only losses were recorded, so a step whose gradient alone was large cannot be seen: a "
+            "Clipper with rule=rules.Keep() records norms of plain training."
+        )
+    elif (series.microbatches == 1).all():
+        found.append(
+            "Every step was a single micro-batch, so norms cannot be traced to rows: use a smaller "
+            "microbatch_size."
+        )
+    if not source.examples:
+        found.append("There is no loss per example, so losses cannot be traced to rows.")
+    if (np.diff(series.steps) > 1).any():
+        found.append("Some steps were not recorded; a spike in them cannot be seen.")
+    return tuple(found)
