@@ -497,7 +497,7 @@ class Clipper:
         microbatches = examples.weigh(cut(batch, None, **given), ids, True, scales)
         before = None
         if name not in self._losses_of:  # its first call may have to be undone
-            before = self._selector.memory.snapshot(loss_fn)
+            before = self._selector.side_effects.snapshot(loss_fn)
             microbatches = microbatches.keep_copy()
         try:
             self._fold_microbatches(loss_fn, microbatches, final)

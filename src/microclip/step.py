@@ -143,7 +143,7 @@ class Step:
         example, that single call is undone. If it reads something that cannot be read again, there
         is no trial, whatever it returns.
         """
-        before = self._selector.memory.snapshot(loss_fn)
+        before = self._selector.side_effects.snapshot(loss_fn)
         self.engine = self._selector.reliable_engine(self.record)
         try:
             function = loss_fn if before.unrepeatable else MeansOnly(loss_fn)
@@ -160,12 +160,12 @@ class Step:
 
         Taken where a check is to come, and in every step if the model is known to change tensors.
         """
-        memory, engine = self._selector.memory, self.engine
+        effects, engine = self._selector.side_effects, self.engine
         if engine is None or engine.name != "fused":
             return None
-        if not engine.expects_check and not memory.changing:
+        if not engine.expects_check and not effects.changing:
             return None
-        return memory.in_every_step(loss_fn)
+        return effects.in_every_step(loss_fn)
 
     def _learn(self, before: Snapshot | None) -> None:
         """Note which tensors a single pass changes, so that later snapshots copy only those."""
@@ -176,7 +176,7 @@ class Step:
         """Return micro-batches that can be restored, if the engine calls `loss_fn` twice."""
         if self.engine is None or self.engine.name == "stream":
             return microbatches
-        return self._selector.memory.guarded(microbatches)
+        return self._selector.side_effects.guarded(microbatches)
 
     def stream(self, parameters: dict[str, nn.Parameter]) -> Stream:
         """Return the engine that takes gradients of the user's own backward passes."""

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from microclip import Clipper, rules
-from microclip.engines.snapshot import Memory
+from microclip.engines.snapshot import SideEffects
 from microclip.engines.two_pass import PassesDifferError
 
 import reference
@@ -268,12 +268,12 @@ def test_autocast_around_fold_alone():
 
 def test_large_frozen_models_are_not_copied_in_every_step():
     model = nn.Sequential(nn.Linear(1024, 2048).requires_grad_(False), nn.Linear(2048, 2))
-    memory = Memory(model)
+    effects = SideEffects(model)
     for step in range(1, 10):
-        snapshot = memory.in_every_step()
+        snapshot = effects.in_every_step()
         assert len(snapshot._copies) == (2 if step <= 4 or step == 8 else 0)  # nothing trained
         snapshot.learn()
-    assert memory.changing == set()
+    assert effects.changing == set()
 
 
 def test_a_parameter_that_forward_clamps():

@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from microclip.engines.gradients import LossFn, communicates
-from microclip.engines.snapshot import Memory, Snapshot
+from microclip.engines.snapshot import SideEffects, Snapshot
 from microclip.wrappers import is_shard, sharded_modules, world_size
 
 
@@ -171,7 +171,7 @@ class _Watched:
             raise self._error
         if self._before is not None:
             return self.__wrapped__(batch)
-        self._before = Memory(self._model).snapshot(self.__wrapped__)
+        self._before = SideEffects(self._model).snapshot(self.__wrapped__)
         handle = register_module_forward_pre_hook(self._refuse_unknown_wrapper)
         try:
             with _without_compiling(), _Interception():  # type: ignore[no-untyped-call]

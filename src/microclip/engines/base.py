@@ -9,7 +9,7 @@ from torch import nn
 from torch.amp import GradScaler
 
 from microclip.engines.gradients import Gradients, LossFn
-from microclip.engines.snapshot import Memory
+from microclip.engines.snapshot import SideEffects
 from microclip.engines.step_record import StepRecord
 from microclip.microbatches import MicrobatchList
 
@@ -43,13 +43,13 @@ class Engine(ABC):
         parameters: dict[str, nn.Parameter],
         record: StepRecord,
         scaler: GradScaler | None = None,
-        memory: Memory | None = None,
+        side_effects: SideEffects | None = None,
     ) -> None:
         self.model = model
         self.parameters = parameters
         self.record = record
         self.scaler = scaler
-        self.memory = Memory(model) if memory is None else memory
+        self.side_effects = SideEffects(model) if side_effects is None else side_effects
         self.device = next(iter(parameters.values())).device
 
     @property

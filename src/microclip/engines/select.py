@@ -31,7 +31,7 @@ from microclip.engines.base import (
 )
 from microclip.engines.gradients import Gradients, LossFn, name_of, trainable
 from microclip.engines.randomness import DropoutDisabled
-from microclip.engines.snapshot import Memory, Snapshot
+from microclip.engines.snapshot import SideEffects, Snapshot
 from microclip.engines.step_record import Policy, StepRecord
 from microclip.engines.stream import Stream
 from microclip.engines.two_pass import TwoPass
@@ -114,7 +114,7 @@ class EngineSelector:
         self.scaler = scaler
         self.memory_budget = memory_budget
         self._sharded = sharded
-        self.memory = Memory(model)
+        self.side_effects = SideEffects(model)
         self.report: EngineReport | None = None
         self._state: dict[str, Any] = {}
         # by loss_fn, examples and micro-batches: the smaller last batch of an epoch gets its own
@@ -232,7 +232,7 @@ class EngineSelector:
 
     def _make(self, engine: type[Engine], record: StepRecord) -> Engine:
         more = dict(self._single_pass_state()) if engine.name == "fused" else {}
-        more["memory"] = self.memory
+        more["side_effects"] = self.side_effects
         return engine(self.model, trainable(self.model), record, self.scaler, **more)
 
     def _single_pass_state(self) -> dict[str, Any]:
@@ -259,7 +259,7 @@ class EngineSelector:
         verifier.listens = True  # the trial is a check itself
         try:
             report = try_out(
-                self.model, self._make, loss_fn, microbatches, record.policy, self.memory
+                self.model, self._make, loss_fn, microbatches, record.policy, self.side_effects
             )
         finally:
             verifier.listens = False
@@ -290,7 +290,7 @@ def try_out(
     loss_fn: LossFn,
     microbatches: MicrobatchList,
     policy: Policy,
-    memory: Memory,
+    side_effects: SideEffects,
 ) -> EngineReport:
     """Run a batch through the single-pass engine and the reliable one, and compare."""
     from microclip.engines.single_pass.engine import Fused
@@ -298,7 +298,7 @@ def try_out(
 
     policy = replace(policy, nonfinite="propagate")
     devices = {parameter.device for parameter in model.parameters()}
-    before = memory.snapshot(loss_fn)
+    before = side_effects.snapshot(loss_fn)
     edited: bool | None = None
     fallback = reliable(policy)
     autocast = AutocastWatch(model, {device.type for device in devices})
@@ -328,7 +328,7 @@ def try_out(
     finally:
         before.restore()
         if edited is not None:
-            memory.edits_batches = edited
+            side_effects.edits_batches = edited
 
 
 def _compare(

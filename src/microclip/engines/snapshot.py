@@ -48,8 +48,8 @@ OF_EVERY_MODULE = frozenset(nn.Module().__dict__) - {"training"}
 Restore = Callable[[], object]
 
 
-class Memory:
-    """What is known about a model across snapshots: which tensors its forward passes change."""
+class SideEffects:
+    """What a model's forward passes are known to change, learned from one snapshot to the next."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -88,7 +88,7 @@ class Memory:
 @contextmanager
 def undisturbed(model: nn.Module, parameters: dict[str, nn.Parameter]) -> Iterator[None]:
     """Inside the block the model may be run freely; afterwards its state is restored."""
-    before = Memory(model).snapshot()
+    before = SideEffects(model).snapshot()
     modes = [(module, module.training) for module in model.modules()]
     try:
         with set_aside(parameters):
@@ -103,9 +103,9 @@ class Snapshot:
     """The current state of a model and of what some functions hold."""
 
     def __init__(
-        self, memory: Memory, loss_fns: tuple[Callable[..., Any], ...], copies_all: bool
+        self, effects: SideEffects, loss_fns: tuple[Callable[..., Any], ...], copies_all: bool
     ) -> None:
-        self._memory = memory
+        self._effects = effects
         self._copies_all = copies_all
         self._room = MOST
         self._reach = REACH
@@ -117,7 +117,7 @@ class Snapshot:
         self.unrepeatable = (
             ""  # the name of something that can be read only once, such as an iterator
         )
-        model = memory.model
+        model = effects.model
         parameters = list(model.parameters())
         self._devices = {parameter.device for parameter in parameters}
         self._trained = {id(parameter) for parameter in parameters}
@@ -129,7 +129,7 @@ class Snapshot:
             self._function(loss_fn, f"loss_fn{number or ''}", 0)
         if copies_all:
             copied = sum(copy.nbytes for _, copy, _ in self._copies.values())
-            memory.is_little = copied <= LITTLE
+            effects.is_little = copied <= LITTLE
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -140,7 +140,7 @@ class Snapshot:
 
     def learn(self) -> None:
         """Note which tensors were written to since; called after a whole pass."""
-        self._memory.changing |= self.unforeseen() | {
+        self._effects.changing |= self.unforeseen() | {
             name
             for name, (now, copy, version) in self._copies.items()
             if version != _version(now) or (multitensor.on_host(now) and _differ(now, copy))
@@ -192,7 +192,7 @@ class Snapshot:
             full_name = f"{place}.{name}"
             if parameter.requires_grad and id(module) in self._own:
                 # trained parameters are too large to copy; writes to them are detected
-                if full_name not in self._memory.changing:
+                if full_name not in self._effects.changing:
                     self._kept[full_name] = parameter, _version(parameter)
                     continue
             else:
@@ -382,7 +382,7 @@ class Snapshot:
             name += "'"
         data = tensor.data
         copy: Tensor | None = None
-        wanted = self._copies_all or name in self._memory.changing
+        wanted = self._copies_all or name in self._effects.changing
         if wanted and tensor.nbytes <= self._room:
             self._room -= tensor.nbytes
             copy = data.clone()

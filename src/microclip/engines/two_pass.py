@@ -91,7 +91,7 @@ class TwoPass(Engine):
         self._expect_no_doubts()
         self._is_whole = final
         # for every fold: the user may change things in between
-        before: Snapshot | None = self.memory.in_every_step(loss_fn)
+        before: Snapshot | None = self.side_effects.in_every_step(loss_fn)
         if not any(known is loss_fn for known in self._loss_fns):
             self._loss_fns.append(loss_fn)
         outside = OutsideParameterCheck(self.parameters, self.record.step, len(microbatches), final)
@@ -113,7 +113,7 @@ class TwoPass(Engine):
                 visit = _Visit(loss_fn, original, state, autocast, before, *found)
                 self._visits.append(visit)
                 before = None
-        self.memory.note_edits(microbatches)
+        self.side_effects.note_edits(microbatches)
 
     def finish(self) -> Gradients:
         """Second pass: add up the gradients, with coefficients that are now known."""
@@ -125,7 +125,7 @@ class TwoPass(Engine):
             before.learn()
         # a second pass over one batch ends in the same state as the first; after a fold, the user
         # may have changed something since
-        after = None if self._is_whole else self.memory.in_every_step(*self._loss_fns)
+        after = None if self._is_whole else self.side_effects.in_every_step(*self._loss_fns)
         randomness = Randomness.now(self._devices)
         comparison = _Comparison(self.record.step, len(self._visits))
         norms: list[Tensor] = []
@@ -152,13 +152,13 @@ class TwoPass(Engine):
                         norm = unscale(multitensor.join(norms, self.device), self.scaler)
                         comparison.add("norm of its gradient", visit.norm, norm)
                     norms.clear()
-            self.memory.doubts = comparison.pending
+            self.side_effects.doubts = comparison.pending
         except PassesDifferError as error:
             if after is None:  # back to before the step
                 firsts[0].restore()
             for place in sorted(set().union(*(before.unforeseen() for before in firsts))):
                 error.add_note(f"microclip: the forward pass writes to {place}.")
-            self.memory.look_again()
+            self.side_effects.look_again()
             raise
         finally:
             # random states and side effects were already advanced by the first pass
@@ -222,7 +222,7 @@ class TwoPass(Engine):
 
     def _expect_no_doubts(self) -> None:
         """Raise if the previous step turned out wrong, which was not read until now."""
-        doubts, self.memory.doubts = self.memory.doubts, []
+        doubts, self.side_effects.doubts = self.side_effects.doubts, []
         if not doubts:
             return
         same = torch.stack([each.to(self.device) for each, _ in doubts])

@@ -94,7 +94,7 @@ class Fused(Engine):
         is_tight = self.budget.is_tight(microbatches, self.parameters)
         for chunk in self.budget.chunks(microbatches, self.parameters):
             found = self._visit(loss_fn, chunk, is_tight)
-            self.memory.note_edits(chunk)
+            self.side_effects.note_edits(chunk)
             if self.verifier.is_due(found.trail, len(chunk), found.is_doubtful):
                 self._verify(loss_fn, chunk, found)
             self.record.extend(chunk, found.norms, found.means, found.losses)
@@ -114,7 +114,7 @@ class Fused(Engine):
         if microbatches.examples in self.budget.without_adoption:
             return self._pass(loss_fn, microbatches, is_tight, False)
         is_new = microbatches.examples not in self.budget.with_adoption
-        before = self.memory.snapshot(loss_fn) if is_new else None
+        before = self.side_effects.snapshot(loss_fn) if is_new else None
         try:
             found = self._pass(loss_fn, microbatches, is_tight, True)
             self.budget.with_adoption.add(microbatches.examples)
@@ -195,7 +195,7 @@ class Fused(Engine):
         if not chunk.can_be_repeated:
             return  # loss_fn wrote to it for the first time; the next batch will be copied
         chunk = chunk.pristine
-        after = self.memory.snapshot(loss_fn)
+        after = self.side_effects.snapshot(loss_fn)
         is_random = found.has_dropout or draws_numbers(found.trail)
         rows = self.verifier.shuffled(len(chunk))
         compared = False
