@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 .DEFAULT_GOAL := help
 RECIPE ?= vision
 
-.PHONY: help demo train test test-all lint format bench docs clean
+.PHONY: help demo train test test-all test-gpu lint format bench docs clean
 
 help: ## say what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -28,6 +28,9 @@ test: .venv/.dev ## run the tests, without the rest of large matrices and what i
 
 test-all: .venv/.dev ## run all tests, with coverage (25 minutes)
 	$(PYTEST) -m 'full or not full' --cov --cov-fail-under=95
+
+test-gpu: .venv/.dev ## run the tests of devices on your GPU: CUDA, MPS or XPU
+	$(BIN)/python tests/support/gpu_tests.py
 
 lint: .venv/.dev ## ruff and mypy --strict
 	$(BIN)/ruff format --check .

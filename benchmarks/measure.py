@@ -17,12 +17,17 @@ Step = Callable[[], object]
 
 
 def interleaved(
-    steps: dict[str, Step], rounds: int, warmup: int = 2, seldom: Collection[str] = ()
+    steps: dict[str, Step],
+    rounds: int,
+    warmup: int = 2,
+    seldom: Collection[str] = (),
+    wait: Callable[[], object] | None = None,
 ) -> dict[str, list[float]]:
     """Return the seconds that each step took in each round; a round runs each of them once.
 
     The order is drawn anew every round, since a step takes longer after some neighbours than after
     others. Those that are `seldom` run take part in every third round only, and have NaN elsewhere.
+    `wait` waits for a device that steps only give work to.
     """
     names, chance = list(steps), random.Random(0)
     seconds: dict[str, list[float]] = {name: [] for name in names}
@@ -33,6 +38,8 @@ def interleaved(
                 continue
             start = time.perf_counter()
             answer = steps[name]()
+            if wait is not None:
+                wait()
             if turn >= warmup:
                 timed = isinstance(answer, float)  # elsewhere, by itself
                 seconds[name].append(answer if timed else time.perf_counter() - start)
@@ -44,6 +51,19 @@ def ratio(seconds: dict[str, list[float]], name: str, base: str) -> tuple[float,
     ratios = [a / b for a, b in zip(seconds[name], seconds[base], strict=True)]
     low, middle, high = statistics.quantiles([r for r in ratios if not math.isnan(r)], n=4)
     return middle, low, high
+
+
+def peak_memory_of(device: torch.device, step: Step) -> int | None:
+    """Return how many bytes a step took at once above what was there before; None if unknown."""
+    if device.type == "cpu":
+        return peak_memory(step)
+    module = torch.get_device_module(device)
+    if not hasattr(module, "reset_peak_memory_stats"):  # MPS
+        return None
+    module.reset_peak_memory_stats(device)
+    before = module.memory_allocated(device)
+    step()
+    return int(module.max_memory_allocated(device)) - int(before)
 
 
 def peak_memory(step: Step) -> int:

@@ -16,6 +16,16 @@ class Task:
     batch: tuple[Tensor, Tensor]
     loss: Callable[[Tensor, Tensor], Tensor]  # one per example, from outputs and targets
 
+    def to(self, device: torch.device) -> Task:
+        """Return the task on a device; the model is moved."""
+        x, y = self.batch
+        return Task(self.model.to(device), (x.to(device), y.to(device)), self.loss)
+
+    @property
+    def device(self) -> torch.device:
+        """Where it is."""
+        return self.batch[0].device
+
     def losses(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         """Return one loss per example."""
         return self.loss(self.model(batch[0]), batch[1])

@@ -18,6 +18,8 @@ from __future__ import annotations
 
 import argparse
 import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -26,7 +28,7 @@ from microclip import Clipper
 from untouched import Untouched
 
 import per_sample
-from measure import Step, interleaved, peak_memory, ratio
+from measure import Step, interleaved, peak_memory_of, ratio
 from models import TASKS, Task
 
 COLUMNS = ("accumulate", "stream", "two_pass", "fused", "tight", "auto")
@@ -59,10 +61,10 @@ def clip(task: Task, clipper: Clipper) -> None:
     clipper.backward(task.losses, task.batch)
 
 
-def peak(task: Task, step: Step) -> int:
-    """Return the peak of a step's memory."""
+def peak(task: Task, step: Step) -> int | None:
+    """Return the peak of a step's memory; None if the device does not tell."""
     task.model.zero_grad()
-    return peak_memory(step)
+    return peak_memory_of(task.device, step)
 
 
 def error(task: Task, step: Step, wanted: list[torch.Tensor]) -> float:
@@ -74,40 +76,87 @@ def error(task: Task, step: Step, wanted: list[torch.Tensor]) -> float:
     return float((sum(squares) / sum(w.square().sum() for w in wanted)) ** 0.5)
 
 
-def row(task: Task, b: int, rounds: int, untouched: Step) -> None:
-    """Measure all columns for one micro-batch size, and print them."""
-    steps: dict[str, Step] = {"plain": partial(plain, task), "untouched": untouched}
+@dataclass(frozen=True)
+class Figure:
+    """One line of the table: what a step costs, in units of a plain one."""
+
+    b: int
+    name: str
+    time: float
+    low: float
+    high: float
+    memory: float | None
+    note: str = ""
+
+    def __str__(self) -> str:
+        memory = "" if self.memory is None else f"{self.memory:8.2f}x"
+        return (
+            f"{self.b:>4}  {self.name:12}{self.time:6.2f} ({self.low:.2f}-{self.high:.2f})"
+            f"{memory}{self.note}"
+        )
+
+
+def figures(
+    task: Task,
+    b: int,
+    rounds: int,
+    untouched: Step | None = None,
+    wait: Callable[[], object] | None = None,
+) -> tuple[list[Figure], float | None]:
+    """Measure all columns for one micro-batch size.
+
+    Also returns the largest difference between clipped gradients, if b = 1. `wait` waits for the
+    device.
+    """
+    steps: dict[str, Step] = {"plain": partial(plain, task)}
+    if untouched is not None:
+        steps["untouched"] = untouched
     steps["plain"]()
-    limit = int(ALLOWANCE * peak(task, steps["plain"]))
-    clippers = {
-        name: Clipper(task.model, b, engine=name) for name in COLUMNS[1:] if name != "tight"
-    }
-    clippers["tight"] = Clipper(task.model, b, engine="fused", memory_budget=limit)
+    limit = peak(task, steps["plain"])
+    columns = [name for name in COLUMNS[1:] if limit is not None or name != "tight"]
+    clippers = {name: Clipper(task.model, b, engine=name) for name in columns if name != "tight"}
+    if limit is not None:
+        budget = int(ALLOWANCE * limit)
+        clippers["tight"] = Clipper(task.model, b, engine="fused", memory_budget=budget)
     steps["accumulate"] = partial(accumulate, task, b)
-    for name in COLUMNS[1:]:
+    for name in columns:
         steps[name] = partial(clip, task, clippers[name])
     if b == 1:
         steps |= per_sample.steps(task)
-    seconds = interleaved(steps, rounds, seldom=steps.keys() - set(OFTEN))
+    seconds = interleaved(steps, rounds, seldom=steps.keys() - set(OFTEN), wait=wait)
     best = min(CANDIDATES, key=lambda name: ratio(seconds, name, "plain")[0])
     base = peak(task, steps["plain"])
+    found = []
     for name, step in steps.items():
-        if name != "plain":
-            middle, low, high = ratio(seconds, name, "plain")
-            memory = "" if name == "untouched" else f"{peak(task, step) / base:8.2f}x"
-            note = ""
-            if name == "fused":
-                note = f"  ({ratio(seconds, name, 'untouched')[0]:.2f} of untouched)"
-            if name == "auto":
-                to_best = ratio(seconds, name, best)[0]
-                note = f"  ({clippers[name].outcome.engine}; {to_best:.2f} of {best}, the best)"
-            print(f"{b:>4}  {name:12}{middle:6.2f} ({low:.2f}-{high:.2f}){memory}{note}")
-    if b == 1:
-        clip(task, clippers["stream"])
-        wanted = [parameter.grad for parameter in task.model.parameters()]
-        clipped = steps.keys() - {"plain", "untouched", "accumulate"}
-        largest = max(error(task, steps[name], wanted) for name in clipped)
-        print(f"      largest difference between the clipped gradients: {largest:.0e}", flush=True)
+        if name == "plain":
+            continue
+        memory, note = None, ""
+        if name != "untouched" and base:
+            memory = (peak(task, step) or 0) / base
+        if name == "fused" and untouched is not None:
+            note = f"  ({ratio(seconds, name, 'untouched')[0]:.2f} of untouched)"
+        if name == "auto":
+            to_best = ratio(seconds, name, best)[0]
+            note = f"  ({clippers[name].outcome.engine}; {to_best:.2f} of {best}, the best)"
+        found.append(Figure(b, name, *ratio(seconds, name, "plain"), memory, note))
+    return found, _largest_difference(task, steps, clippers["stream"]) if b == 1 else None
+
+
+def _largest_difference(task: Task, steps: dict[str, Step], stream: Clipper) -> float:
+    clip(task, stream)
+    wanted = [parameter.grad for parameter in task.model.parameters()]
+    clipped = steps.keys() - {"plain", "untouched", "accumulate"}
+    return max(error(task, steps[name], wanted) for name in clipped)
+
+
+def row(task: Task, b: int, rounds: int, untouched: Step) -> None:
+    """Measure all columns for one micro-batch size, and print them."""
+    found, difference = figures(task, b, rounds, untouched)
+    print(*found, sep="\n")
+    if difference is not None:
+        print(
+            f"      largest difference between the clipped gradients: {difference:.0e}", flush=True
+        )
 
 
 def main() -> None:

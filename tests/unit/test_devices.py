@@ -1,7 +1,7 @@
 """Engines and rules on a device other than the host: nothing is mixed, and hardly anything is read.
 
 The device is a stand-in (`stand_in_device`), once with float64 and once without, in a process of
-its own. With MICROCLIP_TEST_DEVICE=cuda, mps or xpu (`make test-gpu`) it is a real one as well.
+its own. With MICROCLIP_TEST_DEVICE=cuda, mps or xpu it is a real one as well (`make test-gpu`).
 """
 
 import os
