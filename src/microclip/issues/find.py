@@ -301,8 +301,9 @@ def _notes(
             )
     elif history.statistic == "loss":
         found.append(
-            "Judged by losses alone. For classification, record logits and labels too: verdicts "
-            "get better, and come with a suggested label."
+            "Judged by losses alone, which cannot always tell wrong examples from hard ones. For "
+            "classification, record logits and labels too: verdicts get better, and come with a "
+            "suggested label."
         )
     return tuple(found)
 
