@@ -1,6 +1,5 @@
 """The page in a real browser: the system's Chromium, driven by playwright."""
 
-import re
 from itertools import pairwise
 
 import pytest
@@ -9,32 +8,12 @@ from playwright.sync_api import Browser, Page
 from microclip.report import RunFolder
 from microclip.report.write import assemble, read_findings, write_page
 
-from browsers import chromium, needs_a_browser
+from browsers import HOSTILE, Watched, chromium, luminance, needs_a_browser
 from report_runs import EXAMPLES, described, ledger, sweep
 
-HOSTILE = '<script>window.pwned=1</script><img src=x onerror="window.pwned=2">\'"</style>'
 LIMIT = 8_000_000
 
 pytestmark = [needs_a_browser, pytest.mark.full]
-
-
-class Watched:
-    """A page, with a record of everything it should not do."""
-
-    def __init__(self, page: Page) -> None:
-        self.page = page
-        self.complaints: list[str] = []
-        page.on("console", lambda message: self.complaints.append(f"console: {message.text}"))
-        page.on("pageerror", lambda error: self.complaints.append(f"error: {error}"))
-        page.on("dialog", lambda dialog: self.complaints.append(f"dialog: {dialog.message}"))
-        page.on("request", self._on_request)
-
-    def _on_request(self, request) -> None:
-        if not request.url.startswith(("file://", "data:")):
-            self.complaints.append(f"request: {request.url}")
-
-    def ask(self, script: str):
-        return self.page.evaluate(script)
 
 
 @pytest.fixture(scope="module")
@@ -220,12 +199,6 @@ def colours(seen: Watched) -> tuple[str, str]:
     return background, ink
 
 
-def luminance(colour: str) -> float:
-    channels = [int(value) / 255 for value in re.findall(r"\d+", colour)[:3]]
-    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
-    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-
-
 PAIRS = {  # texts and their backgrounds
     "body": "body",
     ".note": "body",
@@ -270,8 +243,9 @@ def test_a_phone_scrolls_only_vertically(name, opened, request):
     seen = opened(request.getfixturevalue(name), width=390, height=844, has_touch=True)
     assert seen.ask("document.scrollingElement.scrollWidth") <= 390
     beyond = seen.ask(
-        """[...document.querySelectorAll('main *')].filter(e => !e.closest('.scroll, svg, .plot, nav ul')
-            && e.getBoundingClientRect().right > 391).map(e => e.outerHTML.slice(0, 80))"""
+        """[...document.querySelectorAll('main *')].filter(e =>
+            !e.closest('.scroll, svg, .plot, nav ul') &&
+            e.getBoundingClientRect().right > 391).map(e => e.outerHTML.slice(0, 80))"""
     )
     assert beyond == []
     assert seen.complaints == []

@@ -21,6 +21,7 @@ SHARE = 0.6  # of the bytes left for pictures and texts; galleries further down 
 ROW = 160  # bytes of a suspect in the page besides its texts
 LISTED = 100  # in print, and without scripts
 LONGEST_ID = 1000  # characters; the page must hold whole ids to export them
+LONGEST_LABEL = 40  # characters of the name of a class
 LONGEST_NAME = 200  # characters of the name of the run
 MOST_LABELS = 2000  # to choose from
 HOW_TO_READ = (
@@ -196,15 +197,15 @@ def _names(data: RunData) -> dict[int, str]:
     """Return the names of classes, where examples were described with other labels than numbers."""
     assert data.issues is not None
     table = data.issues.table
-    found: dict[int, Counter[str]] = {}
+    found: dict[int, set[str]] = {}
     for one, number in zip(table["id"].to_pylist(), table["given_label"].to_pylist(), strict=True):
         facts = data.examples.facts.get(str(one))
         if number is not None and facts is not None and facts.label is not None:
-            found.setdefault(number, Counter())[facts.label] += 1
-    names = {number: shortened(seen.most_common(1)[0][0], 40) for number, seen in found.items()}
+            found.setdefault(number, set()).add(facts.label)
+    names = {number: next(iter(seen)) for number, seen in found.items()}
     if len(set(names.values())) < len(names) or any(len(seen) > 1 for seen in found.values()):
         return {}  # the labels of examples are something else
-    return {number: name for number, name in names.items() if name != str(number)}
+    return {n: shortened(name, LONGEST_LABEL) for n, name in names.items() if name != str(n)}
 
 
 def _storage(data: RunData) -> str:
