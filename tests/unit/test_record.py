@@ -4,6 +4,7 @@ import json
 from collections import namedtuple
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
@@ -234,6 +235,35 @@ def test_ids_and_losses_that_do_not_fit(tmp_path, given, message):
 def test_other_arguments_that_do_not_fit(tmp_path, given, message):
     with Ledger(tmp_path) as ledger, pytest.raises(ValueError, match=message):
         ledger.record([1, 2], torch.ones(2), **given)
+
+
+@pytest.mark.parametrize(
+    "misuse",
+    [
+        lambda ledger: ledger.record([0], torch.ones(1, device="meta")),
+        lambda ledger: torch.func.vmap(lambda x: ledger.record([0], x[None]))(torch.ones(3)),
+    ],
+    ids=["meta", "vmap"],
+)
+def test_tensors_without_values(tmp_path, misuse):
+    """They must not take along what was recorded before."""
+    with Ledger(tmp_path) as ledger:
+        ledger.record([0], [1.0])
+        with pytest.raises(ValueError, match="losses must be a tensor with values"):
+            misuse(ledger)
+    assert len(rows_of(tmp_path)) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_dtypes_and_modes(tmp_path, dtype):
+    logits = torch.tensor([[2.0, 0.0], [0.0, 2.0]], dtype=dtype, requires_grad=True)
+    with Ledger(tmp_path) as ledger, torch.autocast("cpu"):
+        ledger.record([0, 1], logits.sum(1), logits=logits, labels=torch.tensor([True, False]))
+        with torch.inference_mode():
+            ledger.record([0, 1], logits.sum(1), logits=logits * 1, labels=np.array([1, 0]))
+    found = rows_of(tmp_path)
+    assert [row["label"] for row in found] == [1, 0, 1, 0]
+    assert {round(row["other_probability"], 2) for row in found} == {0.88}
 
 
 def test_losses_are_needed(tmp_path):

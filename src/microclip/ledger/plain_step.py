@@ -58,6 +58,7 @@ def plain_step(
     domains: Labels | None,
 ) -> PlainStep:
     """Check and copy what a step had; later changes of the tensors do not matter."""
+    _expect_values(ids=ids, losses=losses, logits=logits, labels=labels)
     names = _one_each(ids, "ids")
     given = losses if isinstance(losses, Tensor) else torch.as_tensor(losses)
     if given.dim() != 1 or len(given) != len(names) or not given.dtype.is_floating_point:
@@ -72,6 +73,18 @@ def plain_step(
     copied = given.detach().to(torch.float32, copy=True)
     of_domains = None if domains is None else _tuple(_one_each(domains, "domains", len(names)))
     return PlainStep(step, names, copied, predictions, classes, of_domains)
+
+
+def _expect_values(**given: Any) -> None:
+    """Refuse tensors without values: they could not be written later, nor anything with them."""
+    for name, value in given.items():
+        if isinstance(value, Tensor) and (
+            value.is_meta or torch._C._functorch.is_functorch_wrapped_tensor(value)
+        ):
+            raise ValueError(
+                f"{name} must be a tensor with values, but it is on the meta device or inside of a "
+                "torch.func transformation such as vmap. Record after it."
+            )
 
 
 def _one_each(labels: Any, what: str, size: int | None = None) -> Tensor | tuple[Any, ...]:
@@ -161,7 +174,7 @@ def plain_tables(steps: Sequence[PlainStep], rank: int, examples: bool) -> dict[
     are null: nobody computed them.
     """
     lengths = integers(len(each) for each in steps)
-    losses = torch.cat([each.losses for each in steps]).cpu()
+    losses = _on_host([each.losses for each in steps])
     predictions = _joined_predictions(steps)
     domains, codes = _domain_codes(steps)
     labels = _joined_ids(steps)
@@ -216,10 +229,17 @@ def plain_tables(steps: Sequence[PlainStep], rank: int, examples: bool) -> dict[
     return {name: with_metadata(table, **about) for name, table in found.items()}
 
 
+def _on_host(parts: list[Tensor], dim: int = 0) -> Tensor:
+    """Return tensors joined on the host, with a single transfer if they are on one device."""
+    if len({part.device for part in parts}) > 1:
+        parts = [part.cpu() for part in parts]
+    return torch.cat(parts, dim).cpu()
+
+
 def _joined_ids(steps: Sequence[PlainStep]) -> list[Any] | Tensor:
     tensors = [each.ids for each in steps if isinstance(each.ids, Tensor)]
     if len(tensors) == len(steps):
-        return torch.cat([ids.to(torch.int64) for ids in tensors]).cpu()
+        return _on_host([ids.to(torch.int64) for ids in tensors])
     return list(chain.from_iterable(_tuple(each.ids) for each in steps))
 
 
@@ -252,7 +272,7 @@ def _joined_predictions(steps: Sequence[PlainStep]) -> Tensor | None:
         else each.predictions
         for each in steps
     ]
-    return torch.cat(parts, 1).cpu()
+    return _on_host(parts, 1)
 
 
 def _prediction_columns(predictions: Tensor) -> dict[str, pa.Array]:
