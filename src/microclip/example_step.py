@@ -193,11 +193,16 @@ class ExampleStep:
             id_type = self._ids.latest_kind if self._parts else ""
             keys, domains, *bits = ranks.gather_examples(self._step, torch.stack(rows), id_type)
             columns = [column.contiguous().view(torch.float64) for column in bits]
-        largest = record.largest
-        if ranks is not None and ranks.count > 1 and record.policy.reduction == "sum":
-            sizes = ranks.gather_examples(self._step, torch.tensor([[largest]]))
-            largest = int(sizes.max())
+        counted = record.counted_sizes()
+        examples, largest = sum(counted), max(counted, default=0)
+        if ranks is not None and ranks.count > 1:
+            policy = record.policy
+            examples = len(keys)
+            if policy.reduction == "sum" or policy.nonfinite == "skip":
+                mine = torch.tensor([[sum(counted)], [largest]])
+                totals, sizes = ranks.gather_examples(self._step, mine)
+                examples, largest = int(totals.sum()), int(sizes.max())
         self._ids.accept()
-        record.note_examples(len(keys), largest)
+        record.note_examples(examples, largest)
         losses, weights, *norms = columns
         return Seen(self._step, keys, losses, weights, domains, norms[0] if norms else None)

@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -143,6 +144,26 @@ def test_reductions_and_chunks(engine, clip, reduction):
     expected, _ = twin(lambda: losses(batch), parameters, given, clip, 3, reduction=reduction)
     properties.assert_close([p.grad for p in parameters], expected, 1e-11)
     assert rule.seen[0].keys.tolist() == list(range(11))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("b", [3, None])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_skipped_microbatch_might_as_well_be_missing(engine, b, reduction):
+    """Also in the number of examples, which the sum is scaled by."""
+    model, (x, y), losses = problem()
+    given, domains = WEIGHTS["some"], ["a"] * 3 + ["b"] * 3 + ["c"] * 5
+    x[4] = torch.inf
+    found = []
+    for rows in (list(range(11)), [0, 1, 2, 6, 7, 8, 9, 10]):
+        model.zero_grad()
+        rule, more = Given(given, clip=Unit()), {"reduction": reduction, "nonfinite": "skip"}
+        clipper = Clipper(model, b, rule=rule, engine=engine, **more)
+        names = {"ids": rows, "domains": [domains[row] for row in rows]}
+        with pytest.warns(RuntimeWarning, match="Skipped 1") if 4 in rows else nullcontext():
+            clipper.backward(losses, (x[rows], y[rows]), **names)
+        found.append([parameter.grad for parameter in model.parameters()])
+    properties.assert_close(*found, 1e-11)
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -168,13 +168,15 @@ class StepRecord:
                 self._domains,
             )
 
-    @property
-    def largest(self) -> int:
-        """The size of the largest micro-batch."""
-        return max(self._sizes, default=0)
+    def counted_sizes(self) -> list[int]:
+        """Return the sizes of this rank's micro-batches, without those that will be skipped."""
+        if self.policy.nonfinite != "skip":
+            return self._sizes
+        finite = self._all_norms().isfinite().tolist()
+        return [size for size, counts in zip(self._sizes, finite, strict=True) if counts]
 
     def note_examples(self, examples: int, largest: int) -> None:
-        """Note how many weighted examples all ranks have, and their largest micro-batch."""
+        """Note how many weighted examples of all ranks count, and their largest micro-batch."""
         self._is_weighted = True
         self._examples_of_all, self._largest_of_all = examples, largest
 
@@ -267,7 +269,7 @@ class StepRecord:
         total = total.clamp(min=max(examples, 1) / 1000)
         if self.policy.reduction == "mean":
             return total
-        largest = max(self._largest_of_all, self.largest, 1)
+        largest = self._largest_of_all or max(self._sizes, default=1)
         size = min(self.policy.microbatch_size or largest, max(examples, 1))
         return total * (size / max(examples, 1))
 
