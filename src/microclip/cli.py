@@ -103,6 +103,14 @@ COMMANDS = {
         needs=("pyarrow", "numpy"),
         install="microclip[ledger]",
     ),
+    "watch": Command(
+        "serve the page of a run on this machine while it trains",
+        "microclip.report.watch_command:run",
+        "microclip.report.watch_command:WatchConfig",
+        positional=True,
+        needs=("jinja2", "plotly", "pyarrow", "numpy"),
+        install="microclip[report]",
+    ),
 }
 
 

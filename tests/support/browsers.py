@@ -24,11 +24,11 @@ needs_a_browser = pytest.mark.skipif(
 
 
 @contextmanager
-def chromium() -> Iterator[Browser]:
+def chromium(*options: str) -> Iterator[Browser]:
     """Start a browser, and close it at the end of the block."""
     with sync_playwright() as playwright:
         found = playwright.chromium.launch(
-            executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"]
+            executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu", *options]
         )
         yield found
         found.close()

@@ -91,7 +91,7 @@ def test_help_of_the_demo_teaches(capsys):
 def test_a_command_must_be_named(arguments, capsys):
     assert main(arguments) == 2
     error = capsys.readouterr().err
-    assert "There are: demo, issues, probe, report" in error
+    assert f"There are: {', '.join(all_commands())}." in error
     if arguments:
         assert f"There is no command {arguments[0]!r}." in error
 

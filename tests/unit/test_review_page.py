@@ -141,7 +141,7 @@ def test_review_by_keyboard_survives_a_reload_and_is_applied(page_file, opened, 
         "review-three-classes.csv",
         "review-three-classes.json",
     ]
-    rows = list(csv.DictReader(files[0].open()))
+    rows = list(csv.DictReader(files[0].read_text().splitlines()))
     assert [row["id"] for row in rows] == ids[:4]
     assert float(rows[0]["probability"]) > 0.5
     for file in files:

@@ -2,7 +2,7 @@
 
 Everything that comes from data is escaped: texts by jinja, figures as JSON in which no tag can
 begin or end. As a second line of defense, the page's Content-Security-Policy allows only its own
-scripts, by hash, and no network requests.
+scripts, by hash, and no network requests (a page that is being watched may ask its own server).
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import base64
 import hashlib
 import json
 import math
+from collections.abc import Sequence
 from functools import cache
 from importlib.resources import files
 from typing import Any
@@ -27,8 +28,13 @@ RESERVED = 1_000_000  # bytes of it for text, tables and figures
 HIDDEN_IN_JSON = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"}
 
 
-def render(page: Page) -> bytes:
-    """Return the whole file."""
+def render(page: Page, version: int | None = None) -> bytes:
+    """Return the whole file.
+
+    Args:
+        page: Its content.
+        version: Of a page that is served, and asks for newer versions of itself; None for a file.
+    """
     environment = Environment(
         loader=PackageLoader("microclip.report"),
         autoescape=True,
@@ -37,10 +43,12 @@ def render(page: Page) -> bytes:
         lstrip_blocks=True,
     )
     environment.filters |= {"shortened": shortened, "sort_key": sort_key}
-    scripts = [plotly_script(), _asset("page.js"), _asset("review.js")]
+    names = ["page.js", "review.js", *(["watch.js"] if version is not None else [])]
+    scripts = [plotly_script(), *map(_asset, names)]
     html = environment.get_template("page.html.jinja").render(
         page=page,
-        policy=_policy(*scripts),
+        policy=_policy(scripts, "'none'" if version is None else "'self'"),
+        version=version,
         style=Markup(_asset("style.css")),
         figures=Markup(_figures(page)),
         reviews=Markup(_reviews(page)),
@@ -116,11 +124,11 @@ def _finite(value: Any) -> Any:
     return value
 
 
-def _policy(*scripts: str) -> str:
+def _policy(scripts: Sequence[str], connect: str) -> str:
     hashes = " ".join(f"'sha256-{_digest(script)}'" for script in scripts)
     return (
         f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; img-src data:; "
-        "media-src data:; base-uri 'none'; form-action 'none'"
+        f"media-src data:; connect-src {connect}; base-uri 'none'; form-action 'none'"
     )
 
 

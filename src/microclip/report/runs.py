@@ -81,7 +81,7 @@ def read_run(path: Path) -> Run:
         raise RunError(f"There is no run at {path}: the folder does not exist.")
     if not path.is_dir():
         raise RunError(f"A run is a folder, but {path} is a file.")
-    ledger = _find_ledger(path)
+    ledger = find_ledger(path)
     if not (path / RUN).exists():
         if ledger is None:
             raise RunError(
@@ -121,7 +121,7 @@ def read_run(path: Path) -> Run:
     return run
 
 
-def _find_ledger(path: Path) -> Path | None:
+def find_ledger(path: Path) -> Path | None:
     """Return the folder of the ledger; whether it is complete is checked when it is opened."""
     for place in (path / LEDGER, path):
         if (place / "ledger.json").exists() or (place / "microbatches").is_dir():

@@ -51,7 +51,7 @@ def write_report(
     require_file_name(output)
     paths = list({Path(path).resolve(): Path(path) for path in runs}.values())
     findings = read_findings(paths, gallery, say)
-    page = assemble(findings, title or _title(findings.runs[0].name, len(paths)))
+    page = assemble(findings, title or default_title(findings.runs))
     write_page(page, output)
     return page
 
@@ -161,5 +161,7 @@ def _suffix(data: RunData, several: bool) -> str:
     return f" ({shortened(data.run.name)})" if several else ""
 
 
-def _title(first: str, count: int) -> str:
-    return f"microclip: {first[:80]}" + (f" and {count - 1} more" if count > 1 else "")
+def default_title(runs: Sequence[Run]) -> str:
+    """Return a heading made from the names of the runs."""
+    more = f" and {len(runs) - 1} more" if len(runs) > 1 else ""
+    return f"microclip: {runs[0].name[:80]}{more}"
