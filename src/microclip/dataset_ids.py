@@ -15,7 +15,7 @@ Id = int | str
 
 
 def with_ids(
-    dataset: Dataset[Any], ids: Sequence[Id] | None = None, *, key: str = "id"
+    dataset: Dataset[Any] | Sequence[Any], ids: Sequence[Id] | None = None, *, key: str = "id"
 ) -> DatasetWithIds:
     """Return a data set whose samples also have their id.
 
@@ -34,8 +34,8 @@ def with_ids(
     | anything else: a tensor, a named tuple, an object | the pair `(sample, id)` |
 
     Args:
-        dataset: A map-style data set. Wrap it before you split or subset it: its parts then keep
-            the ids of the whole.
+        dataset: A map-style data set, or a list. Wrap it before you split or subset it: its parts
+            then keep the ids of the whole.
         ids: The id of each example: integers or strings. By default its position, 0, 1, 2, ...
         key: The entry of the id in dictionaries.
     """

@@ -7,13 +7,15 @@ columns are taken out of the examples before collating and added to the batch af
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager
 from copy import copy
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import IterableDataset
 
 from microclip.microbatches import tensors_of
 
@@ -96,6 +98,29 @@ class ColumnCollator:
             if self.as_tensors and not numbers:
                 found[column] = encode_strings(column, values)
         return found
+
+
+@contextmanager
+def collating_columns(trainer: Any, columns: tuple[str, ...], add_to_batch: bool) -> Iterator[None]:
+    """Inside the block, the collator of a transformers Trainer handles these columns."""
+    model_inputs = forward_arguments(trainer.model.forward)
+    trainer._set_signature_columns_if_needed()
+    collator, signature = trainer.data_collator, trainer._signature_columns
+    source = inspect.unwrap(getattr(collator, "func", collator))
+    stock = str(getattr(source, "__module__", "")).startswith("transformers.")
+    hide = trainer.args.remove_unused_columns or stock
+    dispatch = trainer.accelerator.dispatch_batches
+    if dispatch is None:
+        dispatch = isinstance(trainer.train_dataset, IterableDataset)
+    send = dispatch and trainer.accelerator.num_processes > 1
+    trainer.data_collator = ColumnCollator(
+        collator, columns, model_inputs, hide=hide, add_to_batch=add_to_batch, as_tensors=send
+    )
+    trainer._signature_columns = [*signature, *(columns if add_to_batch else ())]
+    try:
+        yield
+    finally:
+        trainer.data_collator, trainer._signature_columns = collator, signature
 
 
 def check_column(column: str, there: list[str]) -> None:

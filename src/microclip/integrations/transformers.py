@@ -13,7 +13,6 @@ For your own Trainer: `class MyClippedTrainer(ClippedTrainerMixin, MyTrainer)`.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
@@ -23,7 +22,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import IterableDataset
 
 from microclip.clipper import Clipper
 from microclip.engines.gradients import LossFn, backward
@@ -46,6 +44,7 @@ from microclip.integrations.columns import (
     EXAMPLE_COUNT,
     ColumnCollator,
     check_column,
+    collating_columns,
     decode_strings,
     forward_arguments,
 )
@@ -374,26 +373,9 @@ class ClippedTrainerMixin:
     @contextmanager
     def _collating_columns(self, add_to_batch: bool) -> Iterator[None]:
         """Inside the block, the Trainer's collator handles the id and domain columns."""
-        trainer: Any = self
         columns = tuple(dict.fromkeys(column for column in self._columns.values() if column))
-        model_inputs = forward_arguments(trainer.model.forward)
-        trainer._set_signature_columns_if_needed()
-        collator, signature = trainer.data_collator, trainer._signature_columns
-        source = inspect.unwrap(getattr(collator, "func", collator))
-        stock = str(getattr(source, "__module__", "")).startswith("transformers.")
-        hide = trainer.args.remove_unused_columns or stock
-        dispatch = trainer.accelerator.dispatch_batches
-        if dispatch is None:
-            dispatch = isinstance(trainer.train_dataset, IterableDataset)
-        send = dispatch and trainer.accelerator.num_processes > 1
-        trainer.data_collator = ColumnCollator(
-            collator, columns, model_inputs, hide=hide, add_to_batch=add_to_batch, as_tensors=send
-        )
-        trainer._signature_columns = [*signature, *(columns if add_to_batch else ())]
-        try:
+        with collating_columns(self, columns, add_to_batch):
             yield
-        finally:
-            trainer.data_collator, trainer._signature_columns = collator, signature
 
     def _get_collator_with_removed_columns(self, data_collator: Any, *args: Any, **kw: Any) -> Any:
         wrap = super()._get_collator_with_removed_columns  # type: ignore[misc]
