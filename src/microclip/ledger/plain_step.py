@@ -46,7 +46,7 @@ class PlainStep:
     domains: tuple[Hashable, ...] | None
 
     def __len__(self) -> int:
-        return len(self.ids)
+        return self.losses.shape[0]
 
 
 def plain_step(
@@ -60,18 +60,19 @@ def plain_step(
     """Check and copy what a step had; later changes of the tensors do not matter."""
     _expect_values(ids=ids, losses=losses, logits=logits, labels=labels)
     names = _one_each(ids, "ids")
+    size = len(names)
     given = losses if isinstance(losses, Tensor) else torch.as_tensor(losses)
-    if given.dim() != 1 or len(given) != len(names) or not given.dtype.is_floating_point:
+    if given.shape != (size,) or not given.dtype.is_floating_point:
         raise ValueError(
-            f"losses must hold one floating-point number for each of the {len(names)} ids, but got "
+            f"losses must hold one floating-point number for each of the {size} ids, but got "
             f"a tensor of shape {tuple(given.shape)} and type {given.dtype}. Compute them with "
             'reduction="none", and average what is left (tokens, pixels) within each example.'
         )
     predictions, classes = None, 0
     if logits is not None or labels is not None:
-        predictions, classes = _predictions(len(names), logits, labels, given.device)
+        predictions, classes = _predictions(size, logits, labels, given.device)
     copied = given.detach().to(torch.float32, copy=True)
-    of_domains = None if domains is None else _tuple(_one_each(domains, "domains", len(names)))
+    of_domains = None if domains is None else _tuple(_one_each(domains, "domains", size))
     return PlainStep(step, names, copied, predictions, classes, of_domains)
 
 
