@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
+import device_zoo
 import torch
 from device_models import EXAMPLES, MODELS, inputs
 from device_probes import PROBES
@@ -38,7 +39,7 @@ from microclip.rules import ExampleRule, Rule, Seen
 
 import stand_in_device
 
-BY_DISPATCH = "by dispatch: "
+BY_DISPATCH, ZOO = "by dispatch: ", "zoo: "
 STEPS = 6
 CHECKED = (0, 1, 3)  # steps in which engines check themselves
 ORDINARY = (2, 4, 5)
@@ -309,9 +310,13 @@ def main(device: str) -> None:
         try:
             name = line.strip().removeprefix(BY_DISPATCH)
             how = _count_by_dispatch if line.startswith(BY_DISPATCH) else counting
-            answer = (
-                PROBES[name](device, how) if name in PROBES else compare(CELLS[name], device, how)
-            )
+            if name in PROBES:
+                answer = PROBES[name](device, how)
+            elif name.startswith(ZOO):
+                model, engine = name.removeprefix(ZOO).split()
+                answer = device_zoo.compare(model, engine, device, how)
+            else:
+                answer = compare(CELLS[name], device, how)
         except Exception as error:
             answer = {"error": repr(error)}
         print(json.dumps(answer), flush=True)

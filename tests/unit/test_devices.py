@@ -8,8 +8,11 @@ import os
 
 import pytest
 import stand_in_ranks
-from device_cells import BY_DISPATCH, CELLS, ORDINARY, Child
+from device_cells import BY_DISPATCH, CELLS, ORDINARY, ZOO, Child
 from device_models import EXAMPLES
+from device_zoo import READING
+
+import zoo
 
 REAL = os.environ.get("MICROCLIP_TEST_DEVICE")
 TOLERANCE = {"torch.float32": 3e-6, "torch.float64": 1e-13, "torch.bfloat16": 2e-2}
@@ -79,19 +82,35 @@ def check(answer, cell, real=False, more=0):
         assert found <= expected if real else found == expected, reads
 
 
-@pytest.mark.sample(7)
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("name", CELLS)
 def test_a_device_gives_what_the_host_gives_without_reads(children, name):
     check(children["accel"].ask(name), CELLS[name])
 
 
-@pytest.mark.sample(13)
+@pytest.mark.sample(17)
 @pytest.mark.parametrize("name", CELLS)
 def test_so_does_one_without_float64(children, name):
     check(children["accel32"].ask(name), CELLS[name])
 
 
-@pytest.mark.sample(3)
+@pytest.mark.full
+@pytest.mark.parametrize("engine", ["stream", "two_pass", "fused"])
+@pytest.mark.parametrize("name", zoo.MODELS)
+def test_so_do_all_kinds_of_models(children, name, engine):
+    if engine == "fused" and name in zoo.CANNOT_FUSE:
+        pytest.skip("Refused on any device.")
+    if engine != "fused" and name == "lstm":
+        pytest.skip("torch has no kernel for the cells of an LSTM on unknown devices.")
+    answer = children["accel"].ask(f"{ZOO}{name} {engine}")
+    assert "error" not in answer, answer["error"]
+    assert answer["difference"] < 1e-6
+    if name not in READING:
+        found = [sum(answer["reads"][step].values()) for step in ORDINARY]
+        assert found == [int(engine == "two_pass")] * len(ORDINARY), answer["reads"]
+
+
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("name", stand_in_ranks.CELLS)
 def test_so_do_two_ranks(on_ranks, name):
     float64, found = on_ranks
