@@ -235,7 +235,7 @@ class TestCommand:
         where = str(tmp_path / "rows.csv")
         assert cli.main(["spikes", str(path.parent), "--csv", where]) == 0
         said = capsys.readouterr().out
-        assert "1 spikes in 60 steps." in said
+        assert "1 spike in 60 steps." in said
         assert "Step 40: loss 4." in said
         assert "40:1: loss 30 (8" in said
         with open(where, newline="") as file:

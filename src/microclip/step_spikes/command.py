@@ -62,7 +62,8 @@ def run(config: SpikesConfig) -> Spikes:
             found.to_csv(config.csv)
     except ValueError as error:
         raise SystemExit(f"microclip: {error}") from error
-    say(f"{len(found) or 'No'} spikes in {found.steps:,} steps.")
+    spikes_found = "1 spike" if len(found) == 1 else f"{len(found) or 'No'} spikes"
+    say(f"{spikes_found} in {found.steps:,} steps.")
     for spike in found.found:
         say("")
         say(_heading(spike))
