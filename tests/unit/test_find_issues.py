@@ -344,6 +344,30 @@ class TestBadInput:
         row = next(row for row in found.table.to_pylist() if row["id"] == 17)
         assert (row["probability"], row["flagged"]) == (None, False)
 
+    def test_every_class_seen_once(self, tmp_path):
+        with Ledger(tmp_path) as ledger:
+            for _ in range(4):
+                for rows in torch.randperm(60).split(30):
+                    ledger.record(rows, torch.rand(30), logits=torch.rand(30, 60), labels=rows)
+        with pytest.raises(ValueError, match="Only 0 of 60 examples can be judged.*alone in their"):
+            find_issues(tmp_path)
+
+    @pytest.mark.parametrize(("some", "statistic"), [(40, "loss"), (80, "margin")])
+    def test_predictions_of_some_examples(self, tmp_path, some, statistic):
+        torch.manual_seed(0)
+        with Ledger(tmp_path) as ledger:
+            for _ in range(4):
+                for start in (0, 100):
+                    rows = torch.arange(start, start + 100)
+                    losses = torch.rand(100) + 0.1
+                    ledger.record(rows[:some], losses[:some], logits=torch.randn(some, 3),
+                                  labels=rows[:some] % 3)  # fmt: skip
+                    ledger.record(rows[some:], losses[some:])
+        found = find_issues(tmp_path)
+        assert found.statistic == statistic
+        said = any("40 examples cannot be judged" in note for note in found.notes)
+        assert said == (statistic == "margin")
+
     def test_equal_losses(self, tmp_path):
         with Ledger(tmp_path) as ledger:
             for _ in range(4):

@@ -159,7 +159,9 @@ def _judge(evidence: Evidence, history: History, classes: int | None, threshold:
             "All examples have the same loss at every visit, so there is nothing to tell them "
             'apart by. Record the loss of each example (reduction="none"), not their mean.'
             if len(numbers) >= FEWEST
-            else f"Only {len(numbers)} examples can be judged; {FEWEST} are needed."
+            else f"Only {len(numbers)} of {len(evidence)} examples can be judged: the others were "
+            "seen once, never had a finite loss, or are alone in their class. "
+            f"{FEWEST} are needed."
         )
     mixture, shares = fit(numbers, Bounds(history.floor, history.mirrored))
     probability = np.full(len(evidence), np.nan)
@@ -175,7 +177,7 @@ def _judge(evidence: Evidence, history: History, classes: int | None, threshold:
     if not clear and against > high:  # all that the model disagreed with while it learned
         high = float(against) + extra
     table = _tabulate(evidence, history, probability, flagged, not_finite, classes)
-    notes = _notes(history, judged, wrong, high, rare)
+    notes = _notes(history, judged, wrong, high, rare, int((~judged & ~certain & ~rare).sum()))
     interval = (int(min(low, wrong)), int(np.ceil(max(high, wrong))))
     return Issues(
         table, round(wrong), interval, notes, history.statistic, threshold, evidence.steps
@@ -272,7 +274,7 @@ def _sentence(row: dict[str, Any], usual: float, classes: int | None) -> str:
 
 
 def _notes(
-    history: History, judged: Flags, wrong: float, high: float, rare: Flags
+    history: History, judged: Flags, wrong: float, high: float, rare: Flags, unknown: int
 ) -> tuple[str, ...]:
     found = []
     usual = int(np.median(history.visits))
@@ -286,6 +288,11 @@ def _notes(
         shown = ", ".join(map(str, some[:5])) + (", ..." if len(some) > 5 else "")
         of = f"class {shown} has" if len(some) == 1 else f"{len(some)} classes ({shown}) have"
         found.append(f"{of[0].upper()}{of[1:]} a single example, which cannot be judged.")
+    if unknown:
+        found.append(
+            f"{unknown} examples cannot be judged: they were seen once, or what the others are "
+            "judged by was not recorded of them."
+        )
     if high > 2 * wrong + 10:
         found.append(
             "Right and wrong examples are hard to tell apart in this run, so there may be many "

@@ -2,7 +2,7 @@
 
 | recorded | the number, higher for wrong labels |
 | --- | --- |
-| predictions and labels | mean over visits of log(p of likeliest other class / p of the label) |
+| predictions and labels, of most | mean over visits of log(p of likeliest other / p of label) |
 | losses above 0 | logarithm of the mean loss |
 | losses of any sign | mean loss above the median of the step |
 
@@ -62,7 +62,7 @@ def read_history(
         examples = evidence.index.look_up(column(table, "id"))
         gathered.add(examples, source.thirds(table["step"].to_numpy()), table)
     margins = gathered.margins.finish(len(evidence))
-    if (margins.counts > 0).any():
+    if np.mean(margins.counts > 0) > 0.5:
         numbers, floor, statistic = margins.mean, 0.0, "margin"
     elif float(np.nanmin(evidence.loss.mean, initial=np.inf)) > 0:
         numbers, statistic = np.log(evidence.loss.mean), "loss"
