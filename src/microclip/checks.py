@@ -188,6 +188,15 @@ def size_and_ids(size: int | None, ids: Ids | None) -> tuple[int, tuple[Hashable
     return count, names
 
 
+def check_shape(loss: Tensor | None, size: int) -> None:
+    """Refuse a loss that is neither a mean nor one loss per example."""
+    if loss is not None and loss.numel() != 1 and loss.shape != (size,):
+        raise ValueError(
+            f"loss must be the mean, or one loss for each of {size} examples, but has the shape "
+            f"{tuple(loss.shape)}."
+        )
+
+
 def check_losses(losses: object, ids: Ids | None) -> tuple[int, tuple[Hashable, ...]]:
     """Return the number of examples and their ids; refuse what is not one loss per example."""
     if not isinstance(losses, Tensor) or losses.dim() != 1 or not len(losses):

@@ -242,10 +242,10 @@ class Clipper:
         at once. Chunks are cut separately, so make their size a multiple of `microbatch_size`.
 
         `fold()` after your own `loss.backward()` takes what is in `.grad` as the gradient of one
-        micro-batch, and clears it. Give its `size` if micro-batches differ in size, and its `loss`
-        for the outcome: the mean, or one loss per example. If the loss was multiplied before the
-        backward pass (by 1 / steps, in loops that accumulate), pass `loss_scale=1 / steps`, which
-        undoes it for both.
+        micro-batch, and clears it. Give its `size` if micro-batches differ in size (one loss or id
+        per example tells it, too), and its `loss` for the outcome: the mean, or one loss per
+        example. If the loss was multiplied before the backward pass (by 1 / steps, in loops that
+        accumulate), pass `loss_scale=1 / steps`, which undoes it for both.
         """
         checks.check_fold_arguments(loss_fn, chunk, domains, size, loss, loss_scale, domain)
         with self._all_or_nothing():
@@ -559,9 +559,10 @@ class Clipper:
             self._ddp.expect_local()
         if self._outer_wrapper is not None:
             self._outer_wrapper.expect_none()
-        if size is None and self._example_rule is not None and loss is not None and loss.dim() == 1:
+        if size is None and loss is not None and loss.dim() == 1 and len(loss) > 1:
             size = len(loss)
         size, names = checks.size_and_ids(size, ids)
+        checks.check_shape(loss, size)
         checks.check_gradients_exist(parameters)
         kept = [parameter.grad for parameter in parameters.values()]
         step = self._current()
@@ -590,11 +591,6 @@ class Clipper:
                 "clipper.fold(loss=loss, ids=ids)."
             )
         size, name = microbatch.size, type(self.policy.rule).__name__
-        if loss.numel() != 1 and loss.shape != (size,):
-            raise ValueError(
-                f"loss must be the mean, or one loss for each of {size} examples, but has the "
-                f"shape {tuple(loss.shape)}."
-            )
         if self._example_rule is not None and self._example_rule.needs_norms and size != 1:
             raise ValueError(
                 f"{name} needs the gradient of one example at a time, but this is that of {size}. "

@@ -71,6 +71,30 @@ class TestFolding:
         assert outcome.loss is None
         assert "loss not given" in str(outcome)
 
+    def test_one_loss_per_example_tells_the_size(self, model, batch):
+        wanted = expected(model, batch, 4)
+        clipper = Clipper(model)
+        for piece in cut(batch, 4):
+            losses = loss_of(model, "none")(piece.batch)
+            losses.mean().backward()
+            clipper.fold(loss=losses)
+        outcome = clipper.finish()
+        properties.assert_close(gradient(model), wanted, 1e-12)
+        assert outcome.sizes.tolist() == [4, 4, 2]
+        assert outcome.example_losses.tolist() == loss_of(model, "none")(batch).tolist()
+
+    def test_losses_of_other_examples_are_refused(self, model, batch):
+        losses = loss_of(model, "none")(batch)
+        losses.mean().backward()
+        before = gradient(model)
+        clipper = Clipper(model)
+        for given in ({"size": 4}, {"loss": losses.reshape(5, 2), "size": 10}):
+            with pytest.raises(ValueError, match="one loss for each of"):
+                clipper.fold(**{"loss": losses, **given})
+        with pytest.raises(ValueError, match="10 examples, but ids has 3"):
+            clipper.fold(loss=losses, ids="abc")
+        properties.assert_close(gradient(model), before, 0)
+
     def test_sizes_default_to_equal(self, model, batch):
         clipper = Clipper(model)
         for piece in cut(batch, 5):
