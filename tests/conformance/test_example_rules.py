@@ -193,6 +193,23 @@ def test_mean_losses_weight_microbatches(engine, b):
     assert 11 not in calls  # the first call, on all examples, left no trace
 
 
+@pytest.mark.parametrize("engine", ["stream", "two_pass"])
+def test_a_microbatch_that_is_held_back_does_not_set_the_bound(engine):
+    """Its gradient is known if losses are means, and may be the smallest."""
+    model, (x, y), losses = problem()
+    given = [0.0, 0.0, 1, 0.5, 1, 1]
+    found = []
+    for rows in (list(range(6)), [2, 3, 4, 5]):
+        model.zero_grad()
+        clipper = Clipper(model, 2, rule=Given(given, clip=MinNorm()), engine=engine)
+        outcome = clipper.backward(lambda batch: losses(batch).mean(), (x[rows], y[rows]), ids=rows)
+        found.append([parameter.grad for parameter in model.parameters()])
+        norms = outcome.norms.tolist()
+        assert len(rows) == 4 or norms[0] < min(norms[1:])
+        assert outcome.bound == min(norms[-2:])
+    properties.assert_close(*found, 1e-11)
+
+
 def test_mean_loss_of_a_whole_batch_is_refused():
     model, batch, losses = problem()
     clipper = Clipper(model, rule=Given(WEIGHTS["some"]))

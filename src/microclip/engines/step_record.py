@@ -340,7 +340,7 @@ class StepRecord:
         rule = self.policy.rule
         for name in self._names() if type(rule).observe is not Rule.observe else ():
             norms, sizes = self._norms_and_sizes(name)
-            rule.observe(countable(norms), sizes)
+            rule.observe(countable(norms, sizes), sizes)
 
     def outcome(self, engine: str, notes: tuple[str, ...]) -> Outcome:
         """Return what the step did; nothing is changed by it."""

@@ -187,9 +187,9 @@ class Sums:
     def _multiplier(self, domain: Hashable) -> Tensor:
         """Return weight x size of the domain's reference (0: nothing counts)."""
         weights, norms = self._record.weigh(domain).weights, self._record.norms(domain)
-        if self._streams:
-            check_agreement(self._record.policy.rule, norms, weights)
         sizes = self._record.sizes(domain)  # 0 if all examples of a micro-batch are held back
+        if self._streams:
+            check_agreement(self._record.policy.rule, countable(norms, sizes), weights)
         reference = _first(self.shares(norms, sizes))
         return (weights * sizes).gather(0, reference).squeeze(0) / self._open[domain].scale
 

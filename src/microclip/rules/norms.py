@@ -307,14 +307,18 @@ class Weighting:
     skipped: Tensor  # bool: left out, as if it had not been in the batch
 
 
-def countable(norms: Tensor) -> Tensor:
-    """Return the norms as rules see them: NaN for what is zero or not finite."""
-    return torch.where((norms > 0) & (norms < math.inf), norms, math.nan)  # NaN is neither
+def countable(norms: Tensor, sizes: Tensor | None = None) -> Tensor:
+    """Return the norms as rules see them: NaN for what is zero or not finite.
+
+    And, given effective sizes, for micro-batches of which all examples are held back.
+    """
+    counts = (norms > 0) & (norms < math.inf)  # NaN is neither
+    return torch.where(counts if sizes is None else counts & (sizes > 0), norms, math.nan)
 
 
 def apply(rule: Rule, norms: Tensor, sizes: Tensor, nonfinite: Nonfinite) -> Weighting:
     """Apply a rule to one domain's norms, with the edge cases of this module's table."""
-    seen = countable(norms)
+    seen = countable(norms, sizes)
     uncounted = seen.isnan()
     weights = _checked(rule, "weights", rule.weights(seen, sizes), seen)
     weights = weights.masked_fill(uncounted, 0.0)
