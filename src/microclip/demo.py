@@ -219,7 +219,7 @@ def _record(config: DemoConfig, path: Path, arm: Arm, rate: float, seed: int) ->
     """Train once and write the run folder; the first with LossHistory has a ledger and pictures."""
     import microclip
     from microclip.report import RunFolder
-    from microclip.report.run_data import shown_ids
+    from microclip.report.run_data import ids_to_describe
 
     wrong = round(config.noise * TRAINING)
     run = RunFolder(
@@ -242,7 +242,7 @@ def _record(config: DemoConfig, path: Path, arm: Arm, rate: float, seed: int) ->
     else:
         with microclip.Ledger(run.ledger) as ledger:
             trained = fit(config, arm, rate, seed, ledger)
-        shown = shown_ids(microclip.draggers.score(run.ledger), PICTURES)
+        shown = ids_to_describe(run.ledger, PICTURES)
         for row in trained.digits.train.tolist():
             # dark ink on light paper
             picture = (1 - trained.digits.pixels[row].view(8, 8)) / 2 if row in shown else None
@@ -255,7 +255,7 @@ def _record(config: DemoConfig, path: Path, arm: Arm, rate: float, seed: int) ->
 
 
 def _page(config: DemoConfig, paths: list[Path]) -> Page:
-    """Return the usual report, with the comparison and the wrong labels on top."""
+    """Return the usual report, with the wrong labels and the comparison on top."""
     from microclip.report.sections import truth_sentences
     from microclip.report.write import assemble, read_findings
 
@@ -271,7 +271,7 @@ def _page(config: DemoConfig, paths: list[Path]) -> Page:
     found = " ".join(truth_sentences(findings.data[0], PICTURES))
     found += " They are based on losses: a ledger of plain training would do about as well."
     page = assemble(findings, "Digits with wrong labels")
-    first = ("comparison", "gallery", "held")
+    first = ("suspects", "comparison", "gallery", "held")
     sections = sorted(page.sections, key=lambda one: _place(one.key, first))
     return replace(page, verdict=[setup, *compared, held_back, found], sections=sections)
 

@@ -368,8 +368,9 @@
     choose(place) {
       const other = this.tileAt(place).querySelector(".other");
       other.hidden = false;
-      other.querySelector("input").focus();
+      other.querySelector("input").focus({ preventScroll: true });
       other.querySelector("input").select();
+      this.tileAt(place).scrollIntoView({ block: "nearest", behavior: "instant" });
     }
 
     relabel(place, moveOn = false) {

@@ -348,9 +348,7 @@ def read_run_data(key: str, run: Run, ledger: Path, shown: int, say: Say) -> Run
     ids = [str(one) for one in draggers.table["id"].to_pylist()]
     say(f"{run.name}: looking for wrong labels")
     issues, doubts, why = _find_issues(record)
-    to_show = {str(one) for one in shown_ids(draggers, shown)}
-    if issues is not None and shown:
-        to_show |= {str(row["id"]) for row in suspect_rows(issues)[0]}
+    to_show = {str(one) for one in shown_ids(draggers, issues, shown)}
     examples = read_examples(run.path, set(ids), to_show)
     held = None
     if "held_back" in draggers.table.column_names:
@@ -403,13 +401,21 @@ def held_back_rows(draggers: Draggers, now: bool) -> pa.Table:
     return table.filter(pc.and_(pc.greater(table["held_back"], 0), pc.invert(at_last)))
 
 
-def shown_ids(draggers: Draggers, count: int) -> set[int | str]:
+def ids_to_describe(ledger: Path, count: int) -> set[int | str]:
+    """Return the ids of examples that a page shows, so that only those need to be described."""
+    record = open_ledger(ledger)
+    return shown_ids(score(record), _find_issues(record)[0], count)
+
+
+def shown_ids(draggers: Draggers, issues: Issues | None, count: int) -> set[int | str]:
     """Return the ids of examples that a page shows, with the `count` most suspicious ones."""
     found = set(draggers.top(count)["id"].to_pylist())
     if "held_back" in draggers.table.column_names:
         for now in (True, False):
             rows = held_back_rows(draggers, now).slice(0, min(HELD_SHOWN, count))
             found.update(rows["id"].to_pylist())
+    if issues is not None and count:
+        found.update(row["id"] for row in suspect_rows(issues)[0])
     return found
 
 
