@@ -88,9 +88,9 @@ class TestFolding:
         losses.mean().backward()
         before = gradient(model)
         clipper = Clipper(model)
-        for given in ({"size": 4}, {"loss": losses.reshape(5, 2), "size": 10}):
+        for wrong in ({"size": 4}, {"loss": losses.reshape(5, 2), "size": 10}):
             with pytest.raises(ValueError, match="one loss for each of"):
-                clipper.fold(**{"loss": losses, **given})
+                clipper.fold(**{"loss": losses, **wrong})
         with pytest.raises(ValueError, match="10 examples, but ids has 3"):
             clipper.fold(loss=losses, ids="abc")
         properties.assert_close(gradient(model), before, 0)
