@@ -17,6 +17,11 @@ from microclip.issues import KINDS, mixture
 CLASSES = 10
 
 
+@pytest.fixture(autouse=True)
+def _seeded():
+    torch.manual_seed(0)
+
+
 def digits(share, seed, count=1000):
     """Return images, given labels, true labels and which ones are wrong."""
     from sklearn.datasets import load_digits

@@ -70,6 +70,7 @@ class TestSteps:
         assert "No row of step 30 stands out" in spike.note
 
     def test_falling_losses_are_no_spikes(self, tmp_path):
+        torch.manual_seed(0)
         with Ledger(tmp_path) as ledger:
             for step in range(200):
                 ledger.record(range(4), 3 * torch.rand(4) * 0.98**step + 0.1)
