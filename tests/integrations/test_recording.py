@@ -13,6 +13,10 @@ from microclip.ledger import open_ledger
 import trainers
 
 
+def in_full(value):
+    return pytest.param(value, marks=pytest.mark.full)
+
+
 def arguments(path, **more):
     given = {
         "per_device_train_batch_size": 8, "num_train_epochs": 2, "report_to": "none",
@@ -41,7 +45,7 @@ def rows_of(path):
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("kind", ["bert", "llama", "gpt2", "ctc"])
+@pytest.mark.parametrize("kind", ["bert", in_full("llama"), in_full("gpt2"), "ctc"])
 def test_training_is_not_changed(tmp_path, kind):
     make = trainers.MODELS.get(kind, trainers.gpt2)
     plain = Trainer(make(), arguments(tmp_path), train_dataset=trainers.examples(kind))
@@ -54,7 +58,7 @@ def test_training_is_not_changed(tmp_path, kind):
     assert {row["id"] for row in rows} == {f"row {i}" for i in range(trainers.COUNT)}
 
 
-@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize("steps", [in_full(1), 2])
 @pytest.mark.parametrize("kind", ["bert", "llama", "gpt2", "ctc"])
 def test_losses_are_those_of_each_example_alone(tmp_path, kind, steps):
     """With a rate of 0 the model stays what it is."""
