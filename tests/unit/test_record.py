@@ -91,6 +91,36 @@ class TestSteps:
             ledger.close()
         assert [row["label"] for row in rows_of(tmp_path)] == [None, 2]
 
+    @pytest.mark.parametrize("make", [torch.tensor, np.array, list])
+    def test_tensors_arrays_and_lists_are_recorded_alike(self, tmp_path, make):
+        logits = [[0.0, 2.0, 1.0], [3.0, 0.0, 1.0], [0.0, 0.0, 9.0]]
+        with Ledger(tmp_path) as ledger:
+            ledger.record(
+                make([7, 8, 9]), make([0.5, 0.25, 2.0]), logits=make(logits), labels=make([1, 2, 0])
+            )
+        found = rows_of(tmp_path)
+        assert [row["id"] for row in found] == [7, 8, 9]
+        assert [row["loss"] for row in found] == [0.5, 0.25, 2.0]
+        assert [row["label"] for row in found] == [1, 2, 0]
+        assert [row["other"] for row in found] == [2, 0, 2]
+        own = torch.tensor(logits).softmax(1)[range(3), [1, 2, 0]]
+        assert [row["label_probability"] for row in found] == own.tolist()
+
+    def test_losses_with_graphs_in_a_list(self, tmp_path):
+        with Ledger(tmp_path) as ledger:
+            ledger.record(np.array([[3], [4]]), list(torch.ones(2, requires_grad=True) * 2))
+        assert [(row["id"], row["loss"]) for row in rows_of(tmp_path)] == [(3, 2), (4, 2)]
+
+    def test_a_label_that_is_unknown_has_no_probability(self, tmp_path):
+        ledger = Ledger(tmp_path)
+        labels = torch.tensor([torch.nan, 0.5, 1])
+        ledger.record([0, 1, 2], torch.ones(3), logits=torch.zeros(3, 2), labels=labels)
+        with pytest.warns(RuntimeWarning, match="not whole numbers"):
+            ledger.close()
+        found = rows_of(tmp_path)
+        assert [row["label"] for row in found] == [None, None, 1]
+        assert [row["label_probability"] for row in found] == [None, None, 0.5]
+
     def test_nothing_that_happens_to_the_tensors_later_matters(self, tmp_path):
         weight = torch.ones(2, requires_grad=True)
         with Ledger(tmp_path) as ledger:
@@ -210,6 +240,9 @@ class TestResuming:
         ((torch.ones(2, 2), torch.ones(2)), r"ids must hold one entry per example.*\(2, 2\)"),
         (("ab", torch.ones(2)), "ids must hold one entry per example, but got 'ab'"),
         ((5, torch.ones(2)), "ids must hold one entry per example, but got 5"),
+        ((b"ab", torch.ones(2)), "ids must hold one entry per example, but got b'ab'"),
+        ((np.ones((2, 3)), torch.ones(2)), "ids must hold one entry per example, but one of them"),
+        (([1, 2], ["a", "b"]), "losses must be a tensor, an array or a list of numbers.*'a'"),
     ],
 )
 def test_ids_and_losses_that_do_not_fit(tmp_path, given, message):
@@ -225,6 +258,8 @@ def test_ids_and_losses_that_do_not_fit(tmp_path, given, message):
     [
         ({"logits": torch.ones(2, 3, 4)}, "one row for each of the 2 ids.*language models"),
         ({"logits": torch.ones(3, 4)}, r"got shape \(3, 4\)"),
+        ({"logits": torch.ones(2, 0)}, r"one column per class, but got shape \(2, 0\)"),
+        ({"labels": ["cat", "dog"]}, "labels must be .* a list of numbers, but got .*'cat'"),
         ({"labels": torch.ones(3)}, "labels must hold one class number for each of the 2 ids"),
         ({"labels": torch.ones(2, 4)}, "several labels per example"),
         ({"domains": ["de"]}, "domains must hold one entry per example: there are 2 ids"),

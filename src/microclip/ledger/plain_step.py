@@ -7,6 +7,7 @@ about folders.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
@@ -53,7 +54,7 @@ def plain_step(
     step: int,
     ids: Labels,
     losses: Tensor | Sequence[float],
-    logits: Tensor | None,
+    logits: Any,
     labels: Labels | None,
     domains: Labels | None,
 ) -> PlainStep:
@@ -61,7 +62,7 @@ def plain_step(
     _expect_values(ids=ids, losses=losses, logits=logits, labels=labels)
     names = _one_each(ids, "ids")
     size = len(names)
-    given = losses if isinstance(losses, Tensor) else torch.as_tensor(losses)
+    given = _as_tensor(losses, "losses")
     if given.shape != (size,) or not given.dtype.is_floating_point:
         raise ValueError(
             f"losses must hold one floating-point number for each of the {size} ids, but got "
@@ -99,10 +100,10 @@ def _one_each(labels: Any, what: str, size: int | None = None) -> Tensor | tuple
         plain = labels.dtype in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
         found: Tensor | tuple[Any, ...]
         found = labels.detach().clone() if plain else tuple(labels.tolist())
-    elif isinstance(labels, str) or not isinstance(labels, Iterable):
+    elif isinstance(labels, str | bytes) or not isinstance(labels, Iterable):
         raise ValueError(f"{what} must hold one entry per example, but got {labels!r}.")
     else:
-        found = tuple(x.item() if isinstance(x, Tensor) else x for x in labels)
+        found = tuple(_entry(label, what) for label in labels)
     if size is not None and len(found) != size:
         raise ValueError(
             f"{what} must hold one entry per example: there are {size} ids, but {what} has "
@@ -111,19 +112,41 @@ def _one_each(labels: Any, what: str, size: int | None = None) -> Tensor | tuple
     return found
 
 
+def _entry(label: Any, what: str) -> Any:
+    """Return one id or domain; an element of a tensor as a number."""
+    is_array = hasattr(label, "ndim") and label.ndim > 0
+    if is_array and math.prod(label.shape) != 1:
+        raise ValueError(f"{what} must hold one entry per example, but one of them is {label!r}.")
+    return label.item() if is_array or isinstance(label, Tensor) else label
+
+
+def _as_tensor(values: Any, what: str) -> Tensor:
+    """Return numbers as a tensor, without their graph."""
+    if isinstance(values, Tensor):
+        return values.detach()
+    if isinstance(values, list | tuple):
+        values = [each.detach() if isinstance(each, Tensor) else each for each in values]
+    try:
+        return torch.as_tensor(values)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(
+            f"{what} must be a tensor, an array or a list of numbers, but got {values!r:.200}."
+        ) from error
+
+
 def _tuple(labels: Tensor | tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(labels.tolist()) if isinstance(labels, Tensor) else labels
 
 
 @torch.no_grad()
 def _predictions(
-    size: int, logits: Tensor | None, labels: Labels | None, device: torch.device
+    size: int, logits: Any, labels: Labels | None, device: torch.device
 ) -> tuple[Tensor, int]:
     """Return the four rows of `PlainStep.predictions`, and the number of classes."""
-    scores = None if logits is None else _two_dimensional(logits, size)
+    scores = None if logits is None else _two_dimensional(_as_tensor(logits, "logits"), size)
     given = None
     if labels is not None:
-        given = torch.as_tensor(labels)
+        given = _as_tensor(labels, "labels")
         if given.dim() == 2 and given.shape[1] == 1:
             given = given.squeeze(1)
         if given.dim() != 1 or len(given) != size or given.dtype.is_complex:
@@ -143,8 +166,9 @@ def _predictions(
         highest, other = found.max(1)
         unknown = torch.full_like(highest, torch.nan)
         return torch.stack([unknown, unknown, other.float(), highest]), classes
-    inside = (given >= 0) & (given < classes)  # others, such as -100, are not a class
-    column = given.clamp(0, classes - 1).long()[:, None]
+    # others, such as -100, are not a class
+    inside = (given >= 0) & (given < classes) & (given == given.round())
+    column = given.nan_to_num().clamp(0, classes - 1).long()[:, None]
     own = found.gather(1, column)
     masked = found.scatter(1, column, torch.where(inside[:, None], -1.0, own))
     highest, other = masked.max(1)
@@ -154,12 +178,12 @@ def _predictions(
 
 def _two_dimensional(logits: Tensor, size: int) -> Tensor:
     """Return logits with a column per class; a single score is that of class 1 of two."""
-    found = logits.detach()
+    found = logits
     if found.dim() == 2 and found.shape[1] == 1:
         found = found.squeeze(1)
     if found.dim() == 1 and len(found) == size:
         return torch.stack([torch.zeros_like(found), found], 1)
-    if found.dim() != 2 or len(found) != size:
+    if found.dim() != 2 or len(found) != size or not found.shape[1]:
         raise ValueError(
             f"logits must have one row for each of the {size} ids and one column per class, but "
             f"got shape {tuple(logits.shape)}. For other outputs, such as those of language models "
@@ -282,8 +306,8 @@ def _prediction_columns(predictions: Tensor) -> dict[str, pa.Array]:
     whole = (label == label.round()) & (label.abs() < 2**24)  # float32 holds these exactly
     if not bool((whole | label.isnan()).all()):
         warnings.warn(
-            "Some labels are not whole numbers, so they were not recorded. For targets that are "
-            "not classes, leave logits and labels out of record().",
+            "Some labels are not whole numbers, or 2**24 or more, so they were not recorded. For "
+            "targets that are not classes, leave logits and labels out of record().",
             RuntimeWarning,
             stacklevel=2,
         )
