@@ -50,7 +50,7 @@ from microclip.microbatches import (
     is_empty,
 )
 from microclip.outcome import Noise, Outcome
-from microclip.rules import NONFINITE, ExampleRule, Keep, MinNorm, Nonfinite, Rule, Seen
+from microclip.rules import NONFINITE, ExampleRule, MinNorm, Nonfinite, Rule, Seen
 from microclip.step import Step
 from microclip.wrappers import is_sharded, refuse_unsupported, world_size
 
@@ -103,7 +103,7 @@ class Clipper:
             shape (time, examples, ...). Tensors with fewer dimensions are cut along their last.
         ledger: A `microclip.Ledger` that records every finished step.
         noise_scale: Whether to estimate the gradient noise scale (`outcome.noise_scale`), which
-            takes the norm of the result. None: only with `rules.Keep()`, which is for recording.
+            takes the norm of the result: a few percent of a step.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class Clipper:
         verify: Verify = "rarely",
         batch_dim: int = 0,
         ledger: Ledger | None = None,
-        noise_scale: bool | None = None,
+        noise_scale: bool = False,
     ) -> None:
         rule = MinNorm() if rule is None else rule
         checks.check_model(model)
@@ -386,15 +386,14 @@ class Clipper:
         each = list(gradients.values())
         return record.noise(unscale(multitensor.norm(each, each[0].device), self.grad_scaler))
 
-    def _wants_noise_scale(self, asked: bool | None) -> bool:
+    def _wants_noise_scale(self, asked: bool) -> bool:
         """Return whether to estimate it; refuse where that is impossible."""
-        if asked not in (None, True, False):
-            raise ValueError(f"noise_scale must be True, False or None, but got {asked!r}.")
-        possible = self._fsdp is None and self._example_rule is None
-        if asked and not possible:
+        if not isinstance(asked, bool):
+            raise ValueError(f"noise_scale must be True or False, but got {asked!r}.")
+        if asked and (self._fsdp is not None or self._example_rule is not None):
             what = "sharded models" if self._fsdp is not None else "rules that weight examples"
             raise ValueError(f"noise_scale=True is not available for {what}.")
-        return possible and (isinstance(self.policy.rule, Keep) if asked is None else asked)
+        return asked
 
     def _overflowed(self, record: StepRecord) -> bool:
         """Whether micro-batches are skipped because the loss scale is too large."""

@@ -20,7 +20,7 @@ class NoiseScale:
     >>> import microclip
     >>> _ = torch.manual_seed(0)
     >>> model = torch.nn.Linear(3, 1)
-    >>> clipper = microclip.Clipper(model, 1, rule=microclip.rules.Keep())
+    >>> clipper = microclip.Clipper(model, 1, rule=microclip.rules.Keep(), noise_scale=True)
     >>> noise = NoiseScale()
     >>> for _ in range(20):
     ...     model.zero_grad()

@@ -33,7 +33,7 @@ class Dot(nn.Module):
 
 def noise_of(batch, size, **options):
     model = Dot()
-    options = {"rule": rules.Keep(), **options}
+    options = {"rule": rules.Keep(), "noise_scale": True, **options}
     return Clipper(model, size, **options).backward(model, batch).noise
 
 
@@ -68,7 +68,7 @@ def test_the_sum_is_as_noisy_as_the_mean():
 def test_of_clipped_gradients():
     """With a rule, it is that of the rescaled gradients; a common factor does not matter."""
     batch = POPULATION[[0, 1, 2, 2]]
-    clipped = noise_of(batch, 1, rule=rules.MinNorm(), noise_scale=True)
+    clipped = noise_of(batch, 1, rule=rules.MinNorm())
     unit = noise_of(batch / batch.norm(dim=1, keepdim=True), 1)
     torch.testing.assert_close(clipped.scale, unit.scale)
 
@@ -76,7 +76,7 @@ def test_of_clipped_gradients():
 def test_domains_count_together():
     whole = noise_of(POPULATION, 1)
     model = Dot()
-    clipper = Clipper(model, 1, rule=rules.Keep())
+    clipper = Clipper(model, 1, rule=rules.Keep(), noise_scale=True)
     found = clipper.backward(model, POPULATION, domains=["b", "a", "b"]).noise
     torch.testing.assert_close(found.scale, whole.scale)
 
@@ -98,7 +98,7 @@ def test_loss_scaling_does_not_matter():
     x = POPULATION.float()
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     found = [
-        Clipper(model, 1, rule=rules.Keep(), grad_scaler=s)
+        Clipper(model, 1, rule=rules.Keep(), grad_scaler=s, noise_scale=True)
         .backward(lambda x: model(x).square().mean(1), x)
         .noise.trace
         for s in (None, scaler)
@@ -108,15 +108,13 @@ def test_loss_scaling_does_not_matter():
 
 def test_only_where_asked_for():
     model = Dot()
-    outcome = Clipper(model, 1).backward(model, POPULATION)
-    assert outcome.noise is None
-    assert outcome.noise_scale is None
-    assert Clipper(model, 1, rule=rules.Keep()).backward(model, POPULATION).noise_scale is not None
-    quiet = Clipper(model, 1, rule=rules.Keep(), noise_scale=False)
-    assert quiet.backward(model, POPULATION).noise_scale is None
+    for rule in (rules.MinNorm(), rules.Keep()):
+        outcome = Clipper(model, 1, rule=rule).backward(model, POPULATION)
+        assert outcome.noise is None
+        assert outcome.noise_scale is None
     with pytest.raises(ValueError, match="not available for rules that weight examples"):
         Clipper(model, 1, rule=rules.LossHistory(), noise_scale=True)
-    with pytest.raises(ValueError, match="noise_scale must be True, False or None, but got 'on'"):
+    with pytest.raises(ValueError, match="noise_scale must be True or False, but got 'on'"):
         Clipper(model, 1, noise_scale="on")
 
 
@@ -125,7 +123,7 @@ class TestAverage:
         """Yield outcomes for examples with mean (1, 0) and this spread in both directions."""
         draw = torch.Generator().manual_seed(0)
         model = Dot()
-        clipper = Clipper(model, 1, rule=rules.Keep())
+        clipper = Clipper(model, 1, rule=rules.Keep(), noise_scale=True)
         for _ in range(count):
             noise = spread * torch.randn(16, 2, generator=draw, dtype=torch.float64)
             model.zero_grad()
@@ -156,7 +154,7 @@ class TestAverage:
         (outcome,) = self.steps(1)
         noise.update(outcome)
         before = float(noise.scale)
-        clipper = Clipper(model, 1, rule=rules.Keep())
+        clipper = Clipper(model, 1, rule=rules.Keep(), noise_scale=True)
         noise.update(clipper.backward(model, POPULATION * torch.nan))
         assert float(noise.scale) == before
 
@@ -171,7 +169,7 @@ class TestAverage:
 def work(rank):
     """Return what a rank with some of the examples finds."""
     model = DistributedDataParallel(Dot())
-    clipper = Clipper(model, 1, rule=rules.Keep())
+    clipper = Clipper(model, 1, rule=rules.Keep(), noise_scale=True)
     mine = POPULATION[[0, 1, 2, 2]][[slice(0, 3), slice(3, 4)][rank]]
     noise = clipper.backward(model, mine).noise
     return noise.trace.item(), noise.squared_norm.item()
