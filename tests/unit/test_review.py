@@ -17,6 +17,7 @@ from microclip import read_review, with_ids
 from microclip.cli import main
 from microclip.report.blocks import Suspects
 from microclip.report.page import render
+from microclip.report.run_data import ids_to_describe
 
 from report_runs import blocks, described, ledger, page_of, said
 
@@ -312,6 +313,12 @@ class TestThePage:
 
     def test_no_suspects_where_no_examples_are_wanted(self, run):
         assert blocks(page_of(run, gallery=0), Suspects) == []
+
+    def test_only_what_is_shown_needs_a_description(self, run):
+        (found,) = blocks(page_of(run, gallery=5), Suspects)
+        needed = ids_to_describe(run / "ledger", 5)
+        assert needed >= {row.id for row in found.rows}
+        assert len(needed) < COUNT / 2
 
     def test_several_runs_are_told_apart(self, tmp_path, run):
         other = described(tmp_path / "other")

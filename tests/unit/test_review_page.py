@@ -235,6 +235,16 @@ def test_without_storage_it_says_so(page_file, opened):
     assert seen.complaints == []
 
 
+def test_two_tabs_share_a_review(page_file, opened):
+    seen = opened(page_file)
+    other = Watched(seen.page.context.new_page())
+    other.page.goto(page_file.as_uri())
+    press(seen.page, "j", "3")
+    other.page.get_by_text("✕ drop").wait_for()
+    assert progress(other) == progress(seen)
+    assert seen.complaints == other.complaints == []
+
+
 def test_damaged_storage_is_no_harm(page_file, opened):
     key = "microclip-review-"
     seen = opened(page_file)
