@@ -321,6 +321,7 @@ class Clipper:
                     messages = self._example_rule.messages()
                     notes += tuple(map(str, messages))
                 outcome = record.outcome(engine.name if engine else "none", notes)
+                outcome = _with_own_losses(outcome, step.loss_scales)
                 if noise is not None:
                     outcome = replace(outcome, noise=noise)
                 if examples is not None:
@@ -486,7 +487,7 @@ class Clipper:
         assert rule is not None
         assert examples is not None
         b, name = self.policy.microbatch_size, name_of(loss_fn)
-        scales = getattr(loss_fn, "loss_scales", None)  # transformers': factors of losses
+        scales = _loss_scales(loss_fn)
         if rule.clip is not None or rule.needs_norms or self._losses_of.get(name) is False:
             microbatches = cut(batch, b, **given)
             self._fold_microbatches(
@@ -527,6 +528,8 @@ class Clipper:
         try:
             with self.local(), self._mistakes.watching(microbatches, self.step):
                 step.fold(loss_fn, microbatches, final, self._communication)
+            scales = _loss_scales(loss_fn)
+            step.loss_scales.append(None if scales is None else scales[microbatches.order])
         except MeanOfExamplesError:  # before anything was recorded
             raise
         except BaseException as error:
@@ -639,6 +642,21 @@ class Clipper:
                 "finish() were dropped. Start this step again."
             )
         self.discard()
+
+
+def _loss_scales(loss_fn: LossFn) -> Tensor | None:
+    """Return the factors of a batch's losses, which those of transformers' models have."""
+    scales: Tensor | None = getattr(loss_fn, "loss_scales", None)
+    return scales
+
+
+def _with_own_losses(outcome: Outcome, scales: list[Tensor | None]) -> Outcome:
+    """Return the outcome with the losses of examples as they are without these factors."""
+    known = [each for each in scales if each is not None]
+    if outcome.example_losses is None or not known or len(known) < len(scales):
+        return outcome
+    losses = outcome.example_losses
+    return replace(outcome, example_losses=losses / torch.cat(known).to(losses))
 
 
 def _find_fsdp(model: nn.Module, scope: Scope) -> Fsdp | None:

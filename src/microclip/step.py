@@ -36,6 +36,8 @@ class Step:
         self.record = StepRecord(policy, number, ranks)
         self.engine: Engine | None = None  # None: nothing was folded yet
         self.notes: list[str] = []  # for the outcome
+        # for each fold, the factors that `loss_fn` multiplies its losses by, if it does
+        self.loss_scales: list[Tensor | None] = []
         self._selector = selector
         self._model: nn.Module = selector.model
         self._ranks = ranks

@@ -72,6 +72,22 @@ def test_domains_have_their_own_token_means(tmp_path):
         properties.assert_close(found, twin, 1e-5)
 
 
+@pytest.mark.parametrize("kind", ["llama", "ctc"])
+@pytest.mark.parametrize("steps", [1, 2])
+def test_examples_have_their_own_losses_in_the_outcome(tmp_path, kind, steps):
+    """Whatever the length of the texts next to them, and in the order of the ids."""
+    data = [{**e, "place": i % 3, "number": i} for i, e in enumerate(examples(kind))]
+    model, columns = MODELS[kind](), {"domain_column": "place", "id_column": "number"}
+    more = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": steps}
+    run = trainer(tmp_path, model, data, b=2, clip=columns, max_steps=1, **more)
+    run.train()
+    outcome = run.clipper.outcome
+    rows = [row for names in outcome.ids for row in names]
+    assert sorted(rows) == list(range(4 * steps)) != rows
+    own = [own_loss(model, stacked(examples(kind), [row])).item() for row in rows]
+    assert outcome.example_losses.tolist() == pytest.approx(own, rel=1e-5)
+
+
 class Penalized(BertForSequenceClassification):
     """Adds a penalty to the stock loss."""
 

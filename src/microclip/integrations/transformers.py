@@ -274,7 +274,7 @@ class ClippedTrainerMixin:
             with trainer.compute_loss_context_manager():
                 return each(model, batch)
 
-        if each is not None and rule is not None:
+        if each is not None:
             vars(loss_fn)["loss_scales"] = each.factors(inputs)
         return loss_fn
 
