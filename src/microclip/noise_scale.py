@@ -30,9 +30,9 @@ class NoiseScale:
     >>> noise.batch_size > 0
     True
 
-    It is tr(S) / |G|^2, where G is the true gradient and S the covariance of a single example's: a
-    mini-batch of that size gets half of its squared length from noise. Much smaller ones
-    waste no examples, much larger ones save hardly any steps (McCandlish et al., 2018). With
+    It is `tr(S) / |G|^2`, where G is the true gradient and S the covariance of a single example's:
+    a mini-batch of that size gets half of its squared length from noise. Much smaller ones waste
+    no examples, much larger ones save hardly any steps (McCandlish et al., 2018). With
     `rules.Keep()` it is that of plain training, with other rules that of the clipped gradients.
 
     Args:
