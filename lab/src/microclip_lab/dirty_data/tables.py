@@ -156,10 +156,13 @@ def _count(arms: Sequence[Mapping[str, Any]], name: str, test: Callable[[Any], b
 
 def markdown(summary: Mapping[str, Any]) -> str:
     """Return the tables as a page of Markdown."""
+    counts = {arm["seeds"] for task in summary["tasks"] for arm in task["arms"].values()}
+    fewest, most = min(counts, default=0), max(counts, default=0)
+    seeds = f"{most}" if fewest == most else f"{fewest} to {most}"
     lines = [
         "# What helps on dirty data?",
         "",
-        f"Points over tuned plain training with 95 % intervals over {summary['seeds']} seeds, at "
+        f"Points over tuned plain training with 95 % intervals over {seeds} seeds, at "
         "the last step; bold: the interval excludes 0. In parentheses the share of what an oracle "
         "gains, where it gains anything.",
         "",
