@@ -228,7 +228,12 @@ class TestTheCommand:
         run = described(tmp_path / "run").path
         command = [sys.executable, "-m", "microclip", "watch", str(run), "--port", "0"]
         process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            # as in a terminal: a shell makes what it starts in the background ignore Ctrl-C
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
         try:
             line = process.stdout.readline()
@@ -242,7 +247,7 @@ class TestTheCommand:
             out, errors = process.communicate(timeout=30)
         finally:
             process.kill()
-            process.wait()
+            process.communicate()
         assert process.returncode == 0
         assert out.splitlines()[-1] == "Stopped."
         assert errors == ""

@@ -66,7 +66,9 @@ def rungs(candidates: int, steps: int, budget: float = 2.0, warm_up: int = 0) ->
         first = max(ends[0], min(PAST_WARM_UP * warm_up, affordable))
         if first > ends[0]:
             left = spare - first * (candidates - 1)
-            ends = [first, *(first + end for end in _equal_rungs(fields[1:], left))]
+            later = _equal_rungs(fields[1:], left)
+            if not later or later[0] >= 1:  # else two rungs would be at the same step
+                ends = [first, *(first + end for end in later)]
     # the slack keeps rounding errors from missing a whole number
     found = [
         Rung(min(steps, math.floor(end * (1 + 1e-12))), field)
