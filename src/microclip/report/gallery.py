@@ -35,6 +35,11 @@ MEANINGS = {
     "their steps",
 }
 
+NO_CONTENT = (
+    "The content of the examples was not recorded. To see them here, describe them with "
+    "RunFolder.example(id, image=..., text=..., label=...)."
+)
+
 
 def gallery(data: RunData, count: int, budget: ByteBudget) -> tuple[Gallery, list[str]]:
     """Return the most suspicious examples as tiles, and notes on what could not be shown."""

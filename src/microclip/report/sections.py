@@ -19,7 +19,7 @@ from microclip.report.comparison import (
     verdicts,
 )
 from microclip.report.domains import domain_blocks, domain_sentence
-from microclip.report.gallery import gallery, scores, shortened
+from microclip.report.gallery import NO_CONTENT, gallery, scores, shortened
 from microclip.report.held_back import HELD_BACK, held_back_text
 from microclip.report.media import ByteBudget
 from microclip.report.run_data import RunData
@@ -225,13 +225,7 @@ def drag(data: RunData, count: int, budget: ByteBudget, titles: tuple[str, str])
     tiles, notes = gallery(data, count, budget)
     blocks: list[Block] = [Paragraph(text) for text in truth_sentences(data, count)]
     if not data.examples.contents:
-        blocks.append(
-            Paragraph(
-                "The content of the examples was not recorded. To see them here, describe them "
-                "with RunFolder.example(id, image=..., text=..., label=...).",
-                "note",
-            )
-        )
+        blocks.append(Paragraph(NO_CONTENT, "note"))
     if data.no_issues:
         blocks.append(Paragraph(f"There is no list of suspects. {data.no_issues}", "note"))
     blocks.append(tiles)

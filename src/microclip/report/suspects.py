@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from microclip.report.blocks import Block, Cell, Paragraph, Section, Suspect, Suspects, Table
-from microclip.report.gallery import shortened, shown_content
+from microclip.report.gallery import NO_CONTENT, shortened, shown_content
 from microclip.report.media import ByteBudget
 from microclip.report.run_data import RunData, suspect_rows
 
@@ -75,13 +75,7 @@ def suspects_section(data: RunData, budget: ByteBudget, suffix: str) -> Section 
     blocks.append(Paragraph(HOW_TO_READ, "note"))
     blocks += [Paragraph(note, "note") for note in data.issues.notes]
     if not data.examples.contents:
-        blocks.append(
-            Paragraph(
-                "The content of the examples was not recorded. To see them here, describe them "
-                "with RunFolder.example(id, image=..., text=..., label=...).",
-                "note",
-            )
-        )
+        blocks.append(Paragraph(NO_CONTENT, "note"))
     if len(found) < total:
         blocks.append(
             Paragraph(
