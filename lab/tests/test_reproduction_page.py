@@ -5,7 +5,7 @@ import re
 from dataclasses import replace
 
 import pytest
-from playwright.sync_api import Page
+from playwright.sync_api import Page, expect
 
 from microclip_lab.reproduction.claims import CLAIMS
 from microclip_lab.reproduction.document import write_document
@@ -61,8 +61,7 @@ def opened(browser):
         page.on("console", lambda message: complaints.append(message.text))
         page.on("pageerror", lambda error: complaints.append(str(error)))
         page.goto(path.as_uri())
-        drawn = "[...document.querySelectorAll('.plot')].every(p => p.querySelector('svg .xy'))"
-        page.wait_for_function(drawn)
+        expect(page.locator(".plot:not(:has(svg .xy))")).to_have_count(0)
         return page
 
     yield look

@@ -3,7 +3,7 @@
 from itertools import pairwise
 
 import pytest
-from playwright.sync_api import Browser, Page
+from playwright.sync_api import Browser, Page, expect
 
 from microclip.report import RunFolder
 from microclip.report.write import assemble, read_findings, write_page
@@ -65,8 +65,7 @@ def look_at(page: Page, path) -> Watched:
     """Open a page and wait until its figures are drawn."""
     watched = Watched(page)
     page.goto(path.as_uri())
-    drawn = "[...document.querySelectorAll('.plot')].every(p => p.querySelector('svg .xy'))"
-    page.wait_for_function(drawn)
+    expect(page.locator(".plot:not(:has(svg .xy))")).to_have_count(0)
     return watched
 
 
@@ -185,10 +184,10 @@ def test_a_long_gallery_is_shown_in_part_until_asked(everything, seen, opened, t
 
 
 def test_other_metrics_can_be_chosen(seen):
-    title = "document.querySelector('[data-figure=curves] .ytitle').textContent"
-    assert seen.ask(title) == "validation_accuracy"
+    title = seen.page.locator("[data-figure=curves] .ytitle")
+    expect(title).to_have_text("validation_accuracy")
     seen.page.locator("select[data-for=curves]").select_option(label="loss")
-    seen.page.wait_for_function(f"{title} === 'loss'")
+    expect(title).to_have_text("loss")
     seen.page.locator("select[data-for=curves]").select_option(label="validation_accuracy")
     assert seen.complaints == []
 

@@ -5,7 +5,7 @@ import json
 import re
 
 import pytest
-from playwright.sync_api import Browser, Page
+from playwright.sync_api import Browser, Page, expect
 from review_runs import COUNT, recorded
 
 import microclip
@@ -304,7 +304,7 @@ def test_it_is_accessible(page_file, opened):
     assert seen.ask("document.activeElement.getAttribute('aria-current')") == "true"
     nav = seen.page.locator("nav a").nth(2)
     nav.click()
-    seen.page.wait_for_function("document.querySelectorAll('nav a[aria-current]').length === 1")
+    expect(seen.page.locator("nav a[aria-current]")).to_have_count(1)
     assert seen.complaints == []
 
 
