@@ -8,6 +8,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 
 .DEFAULT_GOAL := help
 RECIPE ?= vision
+WHICH ?= full or not full
 
 .PHONY: help demo train test test-all test-gpu lint format bench docs clean
 
@@ -21,13 +22,13 @@ train: .venv/.lab ## train a recipe on embedded data: make train RECIPE=speech (
 	$(BIN)/microclip train $(RECIPE)
 
 # tests that share what several processes computed run in one worker: loadgroup
-PYTEST := $(BIN)/python -m pytest -q -n auto --maxprocesses 8 --dist loadgroup
+PYTEST := $(BIN)/python -m pytest -q -n auto --maxprocesses 8 --dist loadgroup $(FLAGS)
 
 test: .venv/.dev ## run the tests, without the rest of large matrices and what is slow (6 minutes)
 	$(PYTEST)
 
 test-all: .venv/.dev ## run all tests, with coverage (25 minutes)
-	$(PYTEST) -m 'full or not full' --cov --cov-fail-under=95
+	$(PYTEST) -m '$(WHICH)' --cov --cov-fail-under=95
 
 test-gpu: .venv/.dev ## run the tests of devices on your GPU: CUDA, MPS or XPU
 	$(BIN)/python tests/support/gpu_tests.py
