@@ -52,6 +52,7 @@ from microclip.microbatches import (
 from microclip.outcome import Noise, Outcome
 from microclip.rules import NONFINITE, ExampleRule, MinNorm, Nonfinite, Rule, Seen
 from microclip.step import Step
+from microclip.step_predictions import StepPredictions
 from microclip.wrappers import is_sharded, refuse_unsupported, world_size
 
 if TYPE_CHECKING:
@@ -150,6 +151,7 @@ class Clipper:
         self.batch_dim = check_batch_dim(batch_dim)
         self.step = 0
         self.ledger = ledger
+        self._predictions = self._receive_predictions()
         self.outcome: Outcome | None = None  # of the last finished step
         self._open: Step | None = None  # the step in progress
         self._example_rule = rule if isinstance(rule, ExampleRule) else None
@@ -324,6 +326,9 @@ class Clipper:
                 outcome = _with_own_losses(outcome, step.loss_scales)
                 if noise is not None:
                     outcome = replace(outcome, noise=noise)
+                if self._predictions is not None and outcome.example_losses is not None:
+                    predictions, classes = self._predictions.take()
+                    outcome = replace(outcome, predictions=predictions, classes=classes)
                 if examples is not None:
                     outcome = replace(outcome, example_weights=examples.weights())
                 done = {"outcome": outcome, "step": record.step + 1}
@@ -395,6 +400,15 @@ class Clipper:
             what = "sharded models" if self._fsdp is not None else "rules that weight examples"
             raise ValueError(f"noise_scale=True is not available for {what}.")
         return asked
+
+    def _receive_predictions(self) -> StepPredictions | None:
+        """Return what receives the predictions that `loss_fn` records, if there is a ledger."""
+        receive = getattr(self.ledger, "send_predictions_to", None)
+        if receive is None:
+            return None
+        found = StepPredictions()
+        receive(found.note)
+        return found
 
     def _overflowed(self, record: StepRecord) -> bool:
         """Whether micro-batches are skipped because the loss scale is too large."""
@@ -521,13 +535,15 @@ class Clipper:
     def _fold_microbatches(
         self, loss_fn: LossFn, microbatches: MicrobatchList, final: bool
     ) -> None:
-        step = self._current()
+        step, called = self._current(), loss_fn
+        if self._predictions is not None:
+            called = self._predictions.watched(loss_fn)
         if self.step & (self.step + 1) == 0:
             step.record.on_loss = partial(self._mistakes.in_loss, microbatches=microbatches)
             self._mistakes.in_batch(microbatches, self.step)
         try:
             with self.local(), self._mistakes.watching(microbatches, self.step):
-                step.fold(loss_fn, microbatches, final, self._communication)
+                step.fold(called, microbatches, final, self._communication)
             scales = _loss_scales(loss_fn)
             step.loss_scales.append(None if scales is None else scales[microbatches.order])
         except MeanOfExamplesError:  # before anything was recorded
@@ -577,6 +593,8 @@ class Clipper:
             if self._examples is not None:
                 unscaled = None if loss is None else loss / loss_scale
                 microbatch = self._weighted(microbatch, unscaled, ids)
+            if self._predictions is not None:
+                self._predictions.fold_own(size, loss)
             step.add_gradients(engine, parameters, microbatch, loss, loss_scale)
         except BaseException as error:
             for parameter, gradient in zip(parameters.values(), kept, strict=True):
@@ -611,7 +629,8 @@ class Clipper:
             self._detect_ranks()
             if self._ddp is not None:  # on every rank, with or without examples
                 self._ddp.begin(self.step)
-            self._open = Step(self.step, self.policy, self._selector, self._ranks)
+            more = self._ranks, self._predictions
+            self._open = Step(self.step, self.policy, self._selector, *more)
             if self._example_rule is not None and self._ids is not None:
                 self._examples = ExampleStep(self._example_rule, self._ids, self.step)
         return self._open

@@ -154,7 +154,10 @@ def fit(
     order = torch.Generator().manual_seed(seed)
 
     def loss_fn(batch: tuple[Tensor, Tensor]) -> Tensor:
-        return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+        logits = model(batch[0])
+        if ledger is not None:
+            ledger.record_predictions(logits, batch[1])
+        return F.cross_entropy(logits, batch[1], reduction="none")
 
     for step in range(config.steps):
         start = step % (TRAINING // BATCH_SIZE) * BATCH_SIZE

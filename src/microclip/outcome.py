@@ -60,6 +60,10 @@ class Outcome:
     notes: tuple[str, ...] = ()  # remarks on this step for the user
     example_weights: Tensor | None = None  # in the order of `ids`, if the rule weights examples
     noise: Noise | None = None  # of all ranks, if the Clipper was asked for it
+    # what loss_fn recorded with `Ledger.record_predictions`, in the order of `ids`: rows for label,
+    # its probability, likeliest other class, its probability; NaN where unknown
+    predictions: Tensor | None = None
+    classes: int = 0  # how many the model tells apart, if that is known
 
     def __len__(self) -> int:
         return len(self.ids)

@@ -23,17 +23,22 @@ from microclip.multitensor import accumulation_dtype
 if TYPE_CHECKING:
     from microclip.distributed.detection import LossCommunication
     from microclip.distributed.ranks import Ranks
+    from microclip.step_predictions import StepPredictions
 
 
 class Step:
     """Folds micro-batches into one step, with the engine that the selector makes for it."""
 
     def __init__(
-        self, number: int, policy: Policy, selector: EngineSelector, ranks: Ranks | None
+        self,
+        number: int,
+        policy: Policy,
+        selector: EngineSelector,
+        ranks: Ranks | None,
+        predictions: StepPredictions | None = None,
     ) -> None:
         self.number = number
         self.policy = policy
-        self.record = StepRecord(policy, number, ranks)
         self.engine: Engine | None = None  # None: nothing was folded yet
         self.notes: list[str] = []  # for the outcome
         # for each fold, the factors that `loss_fn` multiplies its losses by, if it does
@@ -41,6 +46,8 @@ class Step:
         self._selector = selector
         self._model: nn.Module = selector.model
         self._ranks = ranks
+        self._predictions = predictions  # None: nobody records them
+        self.record = self._new_record()
 
     def note_size(self, examples: int, final: bool) -> None:
         """Note a batch or chunk that does not match the micro-batch size."""
@@ -86,8 +93,15 @@ class Step:
 
     def _restart(self) -> StepRecord:
         """Forget the micro-batches so far; return the new record."""
-        self.engine, self.record = None, StepRecord(self.policy, self.number, self._ranks)
+        self.engine, self.record = None, self._new_record()
         return self.record
+
+    def _new_record(self) -> StepRecord:
+        record = StepRecord(self.policy, self.number, self._ranks)
+        if self._predictions is not None:
+            self._predictions.start()
+            record.on_examples = self._predictions.accept
+        return record
 
     def _fold_chunk(self, loss_fn: LossFn, microbatches: MicrobatchList) -> None:
         first = self.engine is None

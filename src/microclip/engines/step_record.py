@@ -72,6 +72,8 @@ class StepRecord:
         self._sizes_of: dict[Hashable, Tensor] = {}
         self.left_out: list[int] = []
         self.on_loss: Callable[[Tensor, int], None] = _ignore  # called with losses and their graphs
+        # called with the losses of the examples of what was added, and how many there are
+        self.on_examples: Callable[[Tensor | None, int], None] = _ignore
 
     def __len__(self) -> int:
         return len(self._sizes)
@@ -123,6 +125,7 @@ class StepRecord:
         self._domains += domains
         self._ids += ids
         self._found.append(found)
+        self.on_examples(found.example_losses, sum(sizes))
 
     def norms(self, domain: Hashable) -> Tensor:
         """Return the norms of one domain's micro-batches."""
@@ -394,7 +397,7 @@ class StepRecord:
         )
 
 
-def _ignore(loss: Tensor, size: int) -> None:
+def _ignore(loss: Tensor | None, size: int) -> None:
     """Do nothing with a loss."""
 
 

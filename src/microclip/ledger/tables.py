@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from microclip.ledger.arrays import arrow, ids_array, integers, texts_array, with_nulls
+from microclip.ledger.predictions import FIELDS, prediction_columns
 from microclip.outcome import Outcome
 
 MICROBATCHES = "microbatches"
@@ -51,15 +52,11 @@ SCHEMAS = {
             ("id", pa.string()),
             ("loss", pa.float32()),
             ("weight", pa.float32()),  # left out of parts whose rule does not weight examples
-            # left out of parts for which nobody recorded predictions
-            ("label", pa.int32()),
-            ("label_probability", pa.float32()),
-            ("other", pa.int32()),  # the likeliest class that is not the label
-            ("other_probability", pa.float32()),
+            *FIELDS,  # left out of parts for which nobody recorded predictions
         ]
     ),
 }
-PREDICTIONS = ("label", "label_probability", "other", "other_probability")
+PREDICTIONS = tuple(name for name, _ in FIELDS)
 OPTIONAL = {MICROBATCHES: (), EXAMPLES: ("weight", *PREDICTIONS)}  # null where a part has none
 
 # Metadata of a part.
@@ -166,22 +163,28 @@ def tables(outcomes: Sequence[Outcome], rank: int, examples: bool) -> dict[str, 
         known = torch.tensor([o.example_losses is not None for o in outcomes])
         rows = known.repeat_interleave(counts).repeat_interleave(sizes)
         steps, places = (c.repeat_interleave(sizes)[rows] for c in (steps, places))
-        columns = [
-            arrow(steps),
-            arrow(torch.full_like(steps, rank).int()),
-            arrow(places.int()),
-            ids if bool(known.all()) else ids.filter(arrow(rows.to(torch.uint8)).cast("bool")),
-            arrow(each.float()),
-        ]
+        columns = {
+            "step": arrow(steps),
+            "rank": arrow(torch.full_like(steps, rank).int()),
+            "microbatch": arrow(places.int()),
+            "id": ids
+            if bool(known.all())
+            else ids.filter(arrow(rows.to(torch.uint8)).cast("bool")),
+            "loss": arrow(each.float()),
+        }
         if any(o.example_weights is not None for o in outcomes):
-            columns.append(_example_weights(outcomes))
-        found[EXAMPLES] = table_of(EXAMPLES, columns)
+            columns["weight"] = _example_weights(outcomes)
+        predicted = _predictions(outcomes)
+        if predicted is not None:
+            columns |= prediction_columns(predicted)
+        found[EXAMPLES] = pa.table(columns)
     kind = "integer" if are_integers else "string"
     with_examples = "yes" if EXAMPLES in found else "no"
     if notes := _notes(outcomes):
         found[MICROBATCHES] = with_metadata(found[MICROBATCHES], notes=json.dumps(notes))
+    classes = max(outcome.classes for outcome in outcomes)
     return {
-        name: with_metadata(table, ids=kind, examples=with_examples)
+        name: with_metadata(table, ids=kind, examples=with_examples, classes=classes)
         for name, table in found.items()
     }
 
@@ -206,6 +209,22 @@ def _example_weights(outcomes: Sequence[Outcome]) -> pa.Array:
     ]
     known = [o.example_weights is not None for o in shown]
     return with_nulls(torch.cat(weights), known, integers(map(len, losses)))
+
+
+def _predictions(outcomes: Sequence[Outcome]) -> Tensor | None:
+    """Return what was predicted of examples that have a loss, NaN where nothing is known."""
+    shown = [o for o in outcomes if o.example_losses is not None]
+    if all(o.predictions is None for o in shown):
+        return None
+    parts = [
+        torch.full((4, len(o.example_losses)), torch.nan)  # type: ignore[arg-type]
+        if o.predictions is None
+        else o.predictions
+        for o in shown
+    ]
+    if len({part.device for part in parts}) > 1:
+        parts = [part.cpu() for part in parts]
+    return torch.cat(parts, 1).cpu()
 
 
 def _notes(outcomes: Sequence[Outcome]) -> list[tuple[int, str]]:

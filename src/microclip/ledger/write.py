@@ -12,13 +12,14 @@ import os
 import time
 import warnings
 import weakref
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Self, overload
 
 import pyarrow as pa
+import torch
 from torch import Tensor
 from torch import distributed as dist
 
@@ -26,6 +27,7 @@ from microclip.files import Lock
 from microclip.ledger import storage
 from microclip.ledger.arrays import TooMuchTextError
 from microclip.ledger.plain_step import PlainStep, plain_step, plain_tables
+from microclip.ledger.predictions import as_tensor, expect_values, predictions
 from microclip.ledger.storage import Part
 from microclip.ledger.tables import (
     EXAMPLES,
@@ -110,6 +112,11 @@ class Ledger:
             and its weight, if the rule weights examples.
     """
 
+    # without a __dict__, so that engines do not copy it with everything else that loss_fn holds
+    __slots__ = (
+        "__weakref__", "_at_end", "_options", "_process", "_rank", "_receive", "_writers", "path"
+    )  # fmt: skip
+
     def __init__(
         self,
         path: str | os.PathLike[str],
@@ -126,6 +133,7 @@ class Ledger:
         storage.read_manifest(self.path)
         self._writers: dict[int, _RankWriter] = {}
         self._rank: int | None = None  # of this process; known once something is recorded
+        self._receive: Callable[[Tensor, int], None] | None = None  # predictions, for a Clipper
         self._process = os.getpid()
         self._at_end = weakref.finalize(self, _close_all, self._writers)
 
@@ -196,6 +204,45 @@ class Ledger:
         if isinstance(number, bool) or not isinstance(number, int):
             raise ValueError(f"step must be 0 or a positive integer, but got {step!r}.")
         writer.add(plain_step(number, ids, losses, logits, labels, domains))
+
+    def record_predictions(
+        self, logits: Tensor | Sequence[Any], labels: Tensor | Sequence[int] | None = None
+    ) -> None:
+        """Record what a classifier predicts; for the loss function of this ledger's `Clipper`.
+
+        `microclip.find_issues` can then suggest other labels. Call it once per call of the loss
+        function, which must return one loss per example, in the order of the batch:
+
+            def loss_fn(batch):
+                logits = model(batch[0])
+                ledger.record_predictions(logits, batch[1])
+                return F.cross_entropy(logits, batch[1], reduction="none")
+
+        It changes neither gradient nor loss, reads nothing from the device, and does nothing under
+        `torch.no_grad()`, so that evaluation can use the same function. In a loop that calls
+        `clipper.fold()` after its own backward pass, call it before each `fold()`.
+
+        Args:
+            logits: As in `record`.
+            labels: As in `record`.
+        """
+        if self._receive is None:
+            raise ValueError(
+                "record_predictions() is for the loss function of a Clipper, but no Clipper has "
+                "this ledger: Clipper(model, ledger=ledger). In a plain training loop, use "
+                "record(ids, losses, logits=logits, labels=labels)."
+            )
+        if not torch.is_grad_enabled():
+            return
+        expect_values(logits=logits, labels=labels)
+        with torch._C.DisableTorchFunction():  # a single pass tracks what a model does, not this
+            scores = as_tensor(logits, "logits")
+            size = len(scores) if scores.dim() else 0
+            self._receive(*predictions(size, scores, labels))
+
+    def send_predictions_to(self, receive: Callable[[Tensor, int], None]) -> None:
+        """Let a `Clipper` receive what `record_predictions` is given."""
+        self._receive = receive
 
     def _writer(self, rank: int | None, step: int) -> _RankWriter:
         """Return the writer of a rank, made when it is first needed."""
