@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from microclip.probing import ProbeEvery, probe
     from microclip.review import read_review
     from microclip.step_spikes import spikes
+    from microclip.trackers import Tracker, track
 
 __version__ = "0.1.0.dev1"
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "NoiseScale",
     "Outcome",
     "ProbeEvery",
+    "Tracker",
     "draggers",
     "find_issues",
     "guard",
@@ -33,6 +35,7 @@ __all__ = [
     "report",
     "rules",
     "spikes",
+    "track",
     "with_ids",
 ]
 
@@ -44,6 +47,7 @@ _LAZY = {
     "NoiseScale": ("microclip.noise_scale", "NoiseScale"),
     "Outcome": ("microclip.outcome", "Outcome"),
     "ProbeEvery": ("microclip.probing", "ProbeEvery"),
+    "Tracker": ("microclip.trackers", "Tracker"),
     "draggers": ("microclip.draggers", None),
     "find_issues": ("microclip.issues", "find_issues"),
     "guard": ("microclip.guard", None),
@@ -54,6 +58,7 @@ _LAZY = {
     "report": ("microclip.report", None),
     "rules": ("microclip.rules", None),
     "spikes": ("microclip.step_spikes", "spikes"),
+    "track": ("microclip.trackers", "track"),
     "with_ids": ("microclip.dataset_ids", "with_ids"),
 }
 

@@ -103,6 +103,14 @@ COMMANDS = {
         needs=("pyarrow", "numpy"),
         install="microclip[ledger]",
     ),
+    "track": Command(
+        "log a recorded run to TensorBoard, Weights & Biases, MLflow or Trackio",
+        "microclip.trackers.command:run",
+        "microclip.trackers.command:TrackConfig",
+        positional=True,
+        needs=("pyarrow", "numpy"),
+        install="microclip[ledger]",
+    ),
     "watch": Command(
         "serve the page of a run on this machine while it trains",
         "microclip.report.watch_command:run",

@@ -1,0 +1,138 @@
+"""The worst examples of a run as a small table, with their text or picture where it is known.
+
+They come from `microclip.find_issues`, or, where a record is not enough for that, from
+`microclip.draggers`. Knows nothing about where the table goes.
+"""
+
+from __future__ import annotations
+
+import base64
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from microclip.draggers import score
+from microclip.issues import find_issues
+from microclip.ledger import Record
+from microclip.report.folder import EXAMPLES
+from microclip.report.media import ByteBudget, LeftOutError, png
+from microclip.report.run_data import Content, read_examples
+
+OF_ISSUES = (
+    "id",
+    "flagged",
+    "probability",
+    "kind",
+    "given_label",
+    "suggested_label",
+    "confidence",
+    "loss",
+    "evidence",
+)
+OF_DRAGGERS = ("id", "score", "loss", "mean_weight", "appearances", "domain")
+LONGEST_TEXT = 1000  # characters
+MOST_BYTES = 20_000_000  # of pictures in one table
+
+Show = Callable[[Any], Any]
+
+
+@dataclass(frozen=True)
+class Example:
+    """One of the worst: its values by column, and what it contains."""
+
+    values: dict[str, Any]
+    text: str | None = None
+    picture: bytes | None = None  # an image file
+
+
+@dataclass(frozen=True)
+class ExampleTable:
+    """The worst examples, the most suspicious first."""
+
+    rows: Sequence[Example] = ()
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def columns(self) -> list[str]:
+        """The names of columns; text and picture at the end, if any example has one."""
+        found = list(self.rows[0].values) if self.rows else []
+        return found + [
+            name
+            for name in ("text", "picture")
+            if any(getattr(row, name) is not None for row in self.rows)
+        ]
+
+
+def worst_examples(record: Record, most: int, show: Show | None) -> ExampleTable:
+    """Return the worst examples on record.
+
+    Args:
+        record: An open ledger.
+        most: How many.
+        show: Returns the text or the pixels of an example by its id; by default, those in the run
+            folder that the ledger belongs to.
+    """
+    table, notes = _ranked(record)
+    if table is None:
+        return ExampleTable(notes=notes)
+    rows = table.slice(0, most).to_pylist()
+    show = show or _described(record, table["id"], [row["id"] for row in rows])
+    return ExampleTable([_example(row, show) for row in rows], notes)
+
+
+def _ranked(record: Record) -> tuple[pa.Table | None, tuple[str, ...]]:
+    """Return the examples with verdicts or scores; None and why if nothing can be said."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            found = find_issues(record)
+            if not caught:
+                return found.table.select(OF_ISSUES), found.notes
+        except ValueError as error:
+            reason = str(error)
+            try:
+                scored = score(record)
+                if not caught:
+                    there = [name for name in OF_DRAGGERS if name in scored.table.column_names]
+                    return scored.table.select(there), (f"Ranked by score. {reason}",)
+            except ValueError as second:
+                reason = str(second)
+            if not caught:
+                return None, (reason,)
+    # ids that are positions in the mini-batch: a table of them would mislead
+    return None, tuple(dict.fromkeys(str(one.message) for one in caught))
+
+
+def _example(row: dict[str, Any], show: Show) -> Example:
+    shown = show(row["id"])
+    if shown is None:
+        return Example(row)
+    if isinstance(shown, str):
+        return Example(row, text=shown[:LONGEST_TEXT] + "…" * (len(shown) > LONGEST_TEXT))
+    return Example(row, picture=shown if isinstance(shown, bytes) else png(shown))
+
+
+def _described(record: Record, known: pa.ChunkedArray, shown: Sequence[Any]) -> Show:
+    """Return what the run folder says about examples; nothing if there is none."""
+    run = next((f for f in (record.path, record.path.parent) if (f / EXAMPLES).exists()), None)
+    if run is None:
+        return lambda one: None
+    budget = ByteBudget(MOST_BYTES)
+    contents = read_examples(run, set(map(str, known.to_pylist())), set(map(str, shown))).contents
+    return lambda one: _content(run, contents.get(str(one)), budget)
+
+
+def _content(run: Path, content: Content | None, budget: ByteBudget) -> str | bytes | None:
+    if content is None or content.kind == "audio":
+        return None
+    if content.kind == "text":
+        return content.text
+    try:
+        media = budget.embed(run, content.file or "", "image", content.checksum)
+    except LeftOutError:
+        return None
+    return base64.b64decode(media.uri.partition(",")[2])
