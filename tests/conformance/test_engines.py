@@ -232,7 +232,7 @@ def alive():
     return sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
 
 
-@pytest.mark.sample(10)
+@pytest.mark.sample(40)
 @pytest.mark.parametrize("engine", ["stream", "two_pass", "fused"])
 @pytest.mark.parametrize("model", zoo.MODELS)
 def test_nothing_is_left_of_past_steps(model, engine):

@@ -17,8 +17,9 @@ WORLDS = (pytest.param(1, marks=pytest.mark.full), 2, pytest.param(4, marks=pyte
 @pytest.fixture(scope="module", params=WORLDS)
 def found(request, tmp_path_factory):
     """What every rank found, by cell."""
-    world = request.param
-    return processes.run(fsdp_cells.work, world, tmp_path_factory.mktemp(f"world{world}"), world)
+    world, names = request.param, processes.selected(request, CELLS)
+    folder = tmp_path_factory.mktemp(f"world{world}")
+    return processes.run(fsdp_cells.work, world, folder, world, names)
 
 
 def batches_of(cell, world):
@@ -34,6 +35,7 @@ def batches_of(cell, world):
     return together, None
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", CELLS)
 def test_equals_one_process(found, name):
     cell, world = CELLS[name], len(found)

@@ -119,10 +119,11 @@ def domains(cell: Cell) -> list[str] | None:
     return ["de", "en", "de", "en", "fr", "fr"] if cell.domains else None
 
 
-def work(rank: int, world: int) -> dict[str, Any]:
-    """Run all cells on one rank."""
+def work(rank: int, world: int, names: list[str]) -> dict[str, Any]:
+    """Run these cells on one rank."""
     warnings.simplefilter("ignore")
-    return {name: step(cell, rank, world) for name, cell in CELLS.items() if concerns(cell, world)}
+    cells = {name: CELLS[name] for name in names if concerns(CELLS[name], world)}
+    return {name: step(cell, rank, world) for name, cell in cells.items()}
 
 
 def concerns(cell: Cell, world: int) -> bool:

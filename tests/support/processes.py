@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,16 @@ def run(
         _enter, (function, world, str(folder), args, seconds), nprocs=world, start_method="spawn"
     )
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(world)]
+
+
+def selected(request: Any, names: Collection[str]) -> list[str]:
+    """Return the cells that selected tests ask for by `name`, or all if none does."""
+    wanted = {
+        item.callspec.params.get("name")
+        for item in request.session.items
+        if item.path == request.path and hasattr(item, "callspec")
+    }
+    return [name for name in names if name in wanted] or list(names)
 
 
 def _enter(

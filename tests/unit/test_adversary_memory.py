@@ -42,6 +42,7 @@ def test_a_tiny_weight_in_the_first_chunk_does_not_overflow(tiny):
     torch.testing.assert_close(model.weight.grad, plain.weight.grad)
 
 
+@pytest.mark.full
 def test_wrong_examples_at_every_second_id_are_found_in_large_data():
     count = 120_000
     keys, rule = torch.arange(count), LossHistory(100, most=1.0)

@@ -36,6 +36,7 @@ def problems(cell, lines, way):
     return [f"{cell.place}, line event {line}: {text}" for line, text in found if text]
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("with_gradients", [True, False], ids=["accumulating", "empty"])
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("way", WAYS)
