@@ -1,8 +1,8 @@
 """Step figures and the worst examples, where people already look: experiment trackers.
 
 Data flows one way: `figures` (of steps) and `examples` (the worst, with what they contain) ->
-`tracker` -> `clients`, which know TensorBoard, Weights & Biases, MLflow and Trackio. The clients are
-imported only when they are used.
+`tracker` -> `clients`, which know TensorBoard, Weights & Biases, MLflow and Trackio. The clients
+are imported only when they are used.
 """
 
 from importlib.util import find_spec
