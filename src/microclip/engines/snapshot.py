@@ -43,6 +43,7 @@ LOOKS = 4  # first steps that copy everything, to learn what changes; then 8, 16
 REACH = 2000  # objects that are inspected
 FEW, MANY = 1000, 100_000  # entries up to which a container is inspected, and copied
 DEEP = 6  # levels of nesting
+CLIPPER = "microclip.clipper"  # a loss may reach it through a Trainer: it holds the step itself
 OF_EVERY_MODULE = frozenset(nn.Module().__dict__) - {"training"}
 
 Restore = Callable[[], object]
@@ -348,7 +349,8 @@ class Snapshot:
             if not _is_foreign(value):
                 self._class(value)
         elif type(getattr(value, "__dict__", None)) is dict and not _is_foreign(type(value)):
-            self._entries(value.__dict__, place, depth)
+            if type(value).__module__ != CLIPPER:
+                self._entries(value.__dict__, place, depth)
 
     def _class(self, kind: type) -> None:
         """Save numbers that are attributes of a class."""

@@ -92,6 +92,11 @@ def known_denominator(kind: LossKind, inputs: dict[str, Any]) -> Denominator:
     return Denominator(name, lambda inputs: cast("Tensor", kind.counts(inputs["labels"])))
 
 
+def one_per_example() -> Denominator:
+    """Return what a loss that counts all examples alike is the mean over."""
+    return Denominator("examples", _ones)
+
+
 def _of_labels(key: str, value: Tensor) -> Iterable[Denominator]:
     found = [_other_than(key, (IGNORE_INDEX,))]
     if value.dim() > 1:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import warnings
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,9 @@ from microclip.microbatches import Domains, cut
 IGNORE_INDEX = -100  # labels that transformers' losses leave out
 LOSS_ONLY_FROM = 8  # from this batch on, checks compare losses but no longer gradients
 SCALE = "microclip_scale"  # travels with the examples of a batch, wherever they are cut
+
+LossMean = Literal["microbatch", "example", "step"]  # whose labels a loss is the mean over
+LOSS_MEANS = ("microbatch", "example", "step")
 
 logger = logging.getLogger("microclip")
 
@@ -38,28 +41,38 @@ class LossKind(Protocol):
 
 
 class CrossEntropy:
-    """Cross-entropy with one label per example or one per token."""
+    """Cross-entropy with one label per example or one per token.
 
-    def __init__(self, shifted: bool) -> None:
-        self.shifted = shifted  # each token predicts the next one
+    Args:
+        shifted: Whether each token predicts the next one.
+        virtual_tokens: How many tokens the model puts before each text (prompt tuning). The last
+            of them predicts the text's first token, which is then a label like all others.
+    """
+
+    def __init__(self, shifted: bool, virtual_tokens: int = 0) -> None:
+        self.shifted, self.virtual_tokens = shifted, virtual_tokens
 
     def sums(self, outputs: Any, inputs: dict[str, Any]) -> Tensor:
         """Return the cross-entropy of each example, summed over its labels."""
-        logits, labels = outputs["logits"].float(), self._targets(inputs["labels"])
+        logits, labels = outputs["logits"], self._targets(inputs["labels"])
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if self.shifted:
             logits = logits[:, :-1]
         if labels.dim() == 1:
-            return F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="none")
-        flat = logits.flatten(0, 1), labels.flatten()
-        losses = F.cross_entropy(*flat, ignore_index=IGNORE_INDEX, reduction="none")
+            return self._terms(logits, labels)
+        logits = logits[:, logits.shape[1] - labels.shape[1] :] if self.virtual_tokens else logits
+        losses = self._terms(logits.flatten(0, 1), labels.flatten())
         return losses.view(labels.shape).sum(1)
 
     def counts(self, labels: Tensor) -> Tensor:
         """Return how many labels of each example count."""
         return (self._targets(labels) != IGNORE_INDEX).reshape(len(labels), -1).sum(1)
 
+    def _terms(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="none")
+
     def _targets(self, labels: Tensor) -> Tensor:
-        return labels[:, 1:] if self.shifted else labels
+        return labels[:, 1:] if self.shifted and not self.virtual_tokens else labels
 
 
 class Ctc:
@@ -97,18 +110,39 @@ class Ctc:
 
 
 class ExampleLosses:
-    """Per-example losses whose mean over a micro-batch is the loss the model returns for it."""
+    """Per-example losses whose mean over a micro-batch is the loss the model returns for it.
 
-    def __init__(self, kind: LossKind) -> None:
-        self.kind = kind
+    Args:
+        kind: The loss of the model.
+        settings: Further arguments of the model's forward.
+    """
 
-    def add_scales(self, inputs: dict[str, Any], b: int | None, domains: Domains | None) -> None:
+    def __init__(self, kind: LossKind, **settings: Any) -> None:
+        self.kind, self.settings = kind, settings
+
+    def add_scales(
+        self,
+        inputs: dict[str, Any],
+        b: int | None,
+        domains: Domains | None,
+        mean: LossMean = "microbatch",
+        step: float = 1.0,
+    ) -> None:
         """Add to a batch the factor of each example's sum, given how the batch will be cut.
 
         A micro-batch of n examples with c labels that count has the loss sum / c, which is the
-        mean over its examples of their sums times n / c.
+        mean over its examples of their sums times n / c. If an example's own mean is wanted, the
+        factor is 1 over its number of labels; with a mean over the step it is the same for all.
         """
         labels = inputs["labels"]
+        if mean == "step":
+            inputs[SCALE] = torch.full((len(labels),), step, device=labels.device)
+            return
+        if mean == "example":
+            own = self.kind.counts(labels)
+            ones = torch.ones(len(labels), device=labels.device)
+            inputs[SCALE] = ones if own is None else ones / own.clamp(min=1)
+            return
         microbatches = cut(labels, b, domains=domains)
         place = {row: j for j, microbatch in enumerate(microbatches) for row in microbatch.ids}
         groups = torch.tensor([place[row] for row in range(len(labels))], device=labels.device)
@@ -127,11 +161,13 @@ class ExampleLosses:
         counts = self.kind.counts(inputs["labels"])
         return scales if counts is None else scales * counts.clamp(min=1)
 
-    def __call__(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
-        """Return one loss per example."""
+    def __call__(self, model: nn.Module, inputs: dict[str, Any], ledger: Any = None) -> Tensor:
+        """Return one loss per example; the ledger, if any, gets what a classifier predicts."""
         inputs = dict(inputs)
         scales: Tensor = inputs.pop(SCALE)
-        outputs = model(**_without_labels(model, inputs))
+        outputs = model(**_without_labels(model, inputs), **self.settings)
+        if ledger is not None and inputs["labels"].dim() == 1:
+            ledger.record_predictions(outputs["logits"], inputs["labels"])
         return self.kind.sums(outputs, inputs) * scales
 
 
@@ -149,26 +185,42 @@ class ExampleLossFinder:
     def find(self, model: nn.Module, inputs: dict[str, Any]) -> ExampleLosses | None:
         """Return the per-example losses if their mean is what the Trainer trains on."""
         inner = self.trainer.accelerator.unwrap_model(model, keep_torch_compile=False)
-        reason = why_not_stock_loss(self.trainer, model, inner, inputs)
+        reason = self.why_not(model, inner, inputs)
         if reason is not None:
             self._fingerprint = None
             self._give_up(reason)
             return None
-        fingerprint = loss_fingerprint(inner, inputs)
+        fingerprint = self.fingerprint(inner, inputs)
         if not _equal(fingerprint, self._fingerprint):
             self._found, self._decided, self._seen = None, False, 0
         self._seen += 1
         if not self._decided or (self._found and not self._seen & (self._seen - 1)):
             self._check(inner, inputs)
-            fingerprint = loss_fingerprint(inner, inputs)  # a first pass may fill in settings
+            fingerprint = self.fingerprint(inner, inputs)  # a first pass may fill in settings
         self._fingerprint = fingerprint
         return self._found
+
+    def why_not(self, model: nn.Module, inner: nn.Module, inputs: dict[str, Any]) -> str | None:
+        """Return why the loss may be one whose examples' losses are not known, or None."""
+        return why_not_stock_loss(self.trainer, model, inner, inputs)
+
+    def fingerprint(self, inner: nn.Module, inputs: dict[str, Any]) -> tuple[Any, ...]:
+        """Return what the loss depends on besides weights."""
+        return loss_fingerprint(inner, inputs)
+
+    def stock_loss(self, dry: DryRun, inputs: dict[str, Any]) -> Tensor:
+        """Return the Trainer's own loss of a batch."""
+        return dry.stock_loss(inputs)
+
+    def candidates(self, inner: nn.Module, inputs: dict[str, Any]) -> list[ExampleLosses]:
+        """Return the per-example losses to try; the check decides which one it is."""
+        return [ExampleLosses(kind) for kind in self._kinds(inner, inputs)]
 
     def _check(self, inner: nn.Module, inputs: dict[str, Any]) -> None:
         with_gradient = self._found is None or self._seen < LOSS_ONLY_FROM
         try:
             dry = DryRun(self.trainer, inner)
-            theirs = dry.run(partial(dry.stock_loss, inputs), with_gradient)
+            theirs = dry.run(partial(self.stock_loss, dry, inputs), with_gradient)
         except Exception as error:  # the step itself will report it
             self._decide(None, f"the Trainer's own loss could not be computed: {error}")
             return
@@ -178,8 +230,7 @@ class ExampleLossFinder:
             self._decide(None, f"the model adds {dry.extra_losses[0]!r} to its loss")
             return
         reason = "their mean differs from the loss that the Trainer trains on"
-        for kind in [self._found.kind] if self._found else self._kinds(inner, inputs):
-            each = ExampleLosses(kind)
+        for each in [self._found] if self._found else self.candidates(inner, inputs):
             try:
                 ours = dry.run(partial(_mean, each, inner, inputs), with_gradient, theirs.loss)
             except Exception as error:  # usually shapes of logits and labels that do not match
@@ -218,7 +269,16 @@ class ExampleLossFinder:
             return [Ctc(model)] if type(model).__name__.endswith("ForCTC") else []
         # the Trainer knows from the class name whether a model shifts labels, but not for every one
         likely = bool(getattr(self.trainer, "_loss_shifts_labels", False))
-        return [CrossEntropy(shifted=likely), CrossEntropy(shifted=not likely)]
+        virtual = virtual_tokens(model)
+        return [CrossEntropy(shifted, virtual) for shifted in (likely, not likely)]
+
+
+def virtual_tokens(model: nn.Module) -> int:
+    """Return how many tokens an adapter of peft puts before each text, into the logits as well."""
+    config: Any = getattr(model, "active_peft_config", None)
+    kind = str(getattr(getattr(config, "peft_type", None), "value", ""))
+    in_front = kind in ("PROMPT_TUNING", "P_TUNING", "MULTITASK_PROMPT_TUNING")
+    return int(config.num_virtual_tokens) if in_front else 0
 
 
 def may_lack_labels(inputs: dict[str, Any]) -> bool:

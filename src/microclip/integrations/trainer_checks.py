@@ -39,6 +39,7 @@ PACKAGES = tuple(
     f"{Path(p.__file__ or '').parent}{os.sep}" for p in (transformers, accelerate, torch)
 )
 PEFT = "/site-packages/peft/"  # adapters pass labels and losses through unchanged
+TRL = "/site-packages/trl/"  # its trainers, and the head it adds to a model
 
 # Tolerances, by the bits of the computation
 LOSS_TOLERANCE = {32: 1e-5, 16: 1e-2}
@@ -55,6 +56,11 @@ def why_not_stock_loss(
 
     Called before every step, so it looks at attributes only and never at the values of a tensor.
     """
+    return why_not_stock_parts(trainer, model, inner) or _why_not_stock_inputs(inner, inputs)
+
+
+def why_not_stock_parts(trainer: Any, model: nn.Module, inner: nn.Module) -> str | None:
+    """Return why Trainer or model may have another loss than their packages', or None."""
     if not has_stock_compute_loss(trainer):
         return "compute_loss is overridden"
     if trainer.compute_loss_func is not None:
@@ -67,7 +73,7 @@ def why_not_stock_loss(
         found = _why_not_stock_module(each, outer=each is not inner)
         if found is not None:
             return found
-    return _why_not_stock_inputs(inner, inputs)
+    return None
 
 
 def has_stock_compute_loss(trainer: Any) -> bool:
@@ -78,13 +84,14 @@ def has_stock_compute_loss(trainer: Any) -> bool:
 def loss_fingerprint(inner: nn.Module, inputs: dict[str, Any]) -> tuple[Any, ...]:
     """Return what a model's loss depends on besides its weights, to notice when it changes."""
     labels = inputs["labels"]
+    return (*loss_settings(inner), frozenset(inputs), labels.dim(), labels.dtype)
+
+
+def loss_settings(inner: nn.Module) -> tuple[Any, ...]:
+    """Return what of this depends on the model."""
     forward = getattr(inner.forward, "__func__", inner.forward)
     loss = (vars(inner).get("_loss_function"), getattr(inner, "loss_type", None))
-    settings = dict(_settings(getattr(inner, "config", None)))
-    return (
-        *(id(inner), type(inner), forward, loss),
-        *(frozenset(inputs), labels.dim(), labels.dtype, settings),
-    )
+    return id(inner), type(inner), forward, loss, dict(_settings(getattr(inner, "config", None)))
 
 
 @dataclass(frozen=True)
@@ -251,7 +258,7 @@ def _source_file(function: Any) -> str:
 
 
 def _is_in_packages(path: str) -> bool:
-    return PEFT in path or path.startswith(PACKAGES)
+    return PEFT in path or TRL in path or path.startswith(PACKAGES)
 
 
 def _is_peft(module: nn.Module) -> bool:
@@ -268,8 +275,11 @@ def _settings(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield f"{prefix}{name}", repr(value) if isinstance(value, list | dict) else value
 
 
-def check_base_classes(cls: type, mixin: type) -> None:
-    """Refuse a Trainer before the mixin, or one after it whose training_step would be lost."""
+def check_base_classes(cls: type, mixin: type, packages: tuple[str, ...]) -> None:
+    """Refuse a Trainer before the mixin, or one after it whose training_step would be lost.
+
+    That of a Trainer from these packages is known, and replaced.
+    """
     order = cls.__mro__
     place = order.index(mixin)
     for base in order[:place]:
@@ -279,7 +289,13 @@ def check_base_classes(cls: type, mixin: type) -> None:
                 f"{mixin.__name__}. Write class {cls.__name__}({mixin.__name__}, {base.__name__})."
             )
     for base in order[place + 1 :]:
-        theirs = base.__module__.partition(".")[0] == "transformers"
+        package = base.__module__.partition(".")[0]
+        if package == "trl" and package not in packages:
+            raise TypeError(
+                f"{base.__name__} has a training step of its own. Write class {cls.__name__}"
+                f"(ClippedTrlMixin, {base.__name__}), with the mixin of microclip.integrations.trl."
+            )
+        theirs = package in packages
         if issubclass(base, Trainer) and not theirs and "training_step" in vars(base):
             raise TypeError(
                 f"{base.__name__}.training_step would never be called, because {mixin.__name__} "

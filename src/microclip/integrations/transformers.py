@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from microclip.checks import check_choice
 from microclip.clipper import Clipper
 from microclip.engines.gradients import LossFn, backward
 from microclip.engines.select import EngineName, Scope
@@ -51,10 +52,14 @@ from microclip.integrations.columns import (
 from microclip.integrations.denominator_finder import DenominatorFinder
 from microclip.integrations.denominators import known_denominator
 from microclip.integrations.example_losses import (
+    LOSS_MEANS,
+    ExampleLosses,
     ExampleLossFinder,
+    LossMean,
     may_lack_labels,
     zero_if_no_labels,
 )
+from microclip.integrations.loss_means import StepLabels, refuse_mean
 from microclip.integrations.trainer_checks import (
     RequireClipped,
     check_base_classes,
@@ -87,11 +92,16 @@ class ClippedTrainerMixin:
         domain_column: The column of the data set with the examples' domains.
         id_column: The column of the data set with the examples' ids, which rules that remember
             examples need.
+        loss_mean: Whose labels (tokens) a loss is the mean over. "microbatch": those of the
+            micro-batch. "example": those of each example, so long texts do not count for more than
+            short ones. "step": those of the whole step, as in the stock Trainer, so they do.
     """
+
+    _packages: tuple[str, ...] = ("transformers",)  # whose training_step may be replaced
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        check_base_classes(cls, ClippedTrainerMixin)
+        check_base_classes(cls, ClippedTrainerMixin, cls._packages)
 
     def __init__(
         self,
@@ -104,9 +114,12 @@ class ClippedTrainerMixin:
         ledger: Ledger | None = None,
         domain_column: str | None = None,
         id_column: str | None = None,
+        loss_mean: LossMean = "microbatch",
         **kwargs: Any,
     ) -> None:
         self._size = check_size(microbatch_size)
+        check_choice("loss_mean", loss_mean, LOSS_MEANS)
+        self._loss_mean, self._step_labels = loss_mean, StepLabels(self)
         self._options: dict[str, Any] = {"rule": rule, "engine": engine, "nonfinite": nonfinite}
         self._options |= {"scope": scope, "ledger": ledger}
         self._columns = {"domains": domain_column, "ids": id_column}
@@ -119,7 +132,7 @@ class ClippedTrainerMixin:
         self._must_tell_steps = self._tells_steps
         self.clipper: Clipper | None = None  # created with the first batch, for the wrapped model
         self._state: dict[str, Any] | None = None  # from a checkpoint, until the clipper is created
-        self._losses = ExampleLossFinder(self)
+        self._losses = self._new_loss_finder()
         self._wide = WideMicrobatch(self._size or 1)
         self._finder: DenominatorFinder | None = None
         self._finder_for: tuple[Any, ...] = ()  # the loss it belongs to
@@ -129,6 +142,9 @@ class ClippedTrainerMixin:
         trainer: Any = self
         refuse_unsupported(trainer)
         trainer.add_callback(RequireClipped(self))
+
+    def _new_loss_finder(self) -> ExampleLossFinder:
+        return ExampleLossFinder(self)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train, and write the ledger to disk however training ends."""
@@ -145,7 +161,7 @@ class ClippedTrainerMixin:
         """
         self._state = None
         self._must_tell_steps = self._tells_steps
-        self._losses, self._finder = ExampleLossFinder(self), None
+        self._losses, self._finder = self._new_loss_finder(), None
         self._wide.discard()
         self._folded = self._clipped = False
         if self.clipper is not None:
@@ -157,8 +173,8 @@ class ClippedTrainerMixin:
     ) -> Tensor:
         """Differentiate one batch; clip if it is the last of a step.
 
-        Every micro-batch has its own mean loss. `num_items_in_batch` is not used: with it, the norm
-        of a gradient would depend on the number of tokens.
+        Every micro-batch has its own mean loss. `num_items_in_batch` is not used, unless with
+        loss_mean="step": with it, the norm of a gradient depends on the number of tokens.
         """
         trainer: Any = self
         model.train()
@@ -178,8 +194,12 @@ class ClippedTrainerMixin:
         if packed is not None and self._size not in (None, batch_size):
             raise NotImplementedError(not_examples_message(packed, inputs, self._size))
         if packed is not None:
+            refuse_mean(self._loss_mean, "the data collator packs examples without padding")
             self._fold_packed(model, clipper, inputs, packed, columns)
         elif self._is_wide(model, inputs, batch_size):
+            refuse_mean(
+                self._loss_mean, f"microbatch_size {self._size} exceeds a batch of {batch_size}"
+            )
             self._add_to_wide(model, clipper, inputs, columns)
             if last:
                 self._wide.fold(clipper)
@@ -249,14 +269,16 @@ class ClippedTrainerMixin:
     ) -> LossFn:
         """Return a function for the loss of a micro-batch, per example where that is available."""
         trainer: Any = self
-        each, rule = None, self._example_rule
+        each, rule, mean = None, self._example_rule, self._loss_mean
         is_cut = self._size is not None and self._size < batch_size
-        if is_cut or rule is not None:  # else there is only one micro-batch
+        if is_cut or rule is not None or mean == "example":  # else there is only one micro-batch
             each = self._losses.find(model, inputs)
             if each is not None and rule is not None and rule.is_one_pass:
-                each.add_scales(inputs, None, None)  # the batch is not cut
+                self._add_scales(each, inputs, None, None)  # the batch is not cut
             elif each is not None:
-                each.add_scales(inputs, self._size, domains)
+                self._add_scales(each, inputs, self._size, domains)
+            elif mean == "example" and self._size != 1:
+                refuse_mean(mean, f"examples have no losses of their own ({self._losses.reason})")
             elif rule is not None and self._size is None:
                 raise NotImplementedError(no_example_losses_message(rule, self._losses.reason))
             elif self._options["engine"] == "fused":
@@ -269,20 +291,29 @@ class ClippedTrainerMixin:
         def loss_fn(batch: Any) -> Tensor:
             if each is None:
                 labels = batch["labels"] if guard else None
+                size = count_examples(batch) if mean == "step" else 0  # before labels are taken out
                 loss = self._loss(model, batch)
+                loss = self._step_labels.loss_of(loss, size) if mean == "step" else loss
                 return loss if labels is None else zero_if_no_labels(loss, labels, model)
             with trainer.compute_loss_context_manager():
-                return each(model, batch)
+                return each(model, batch, self._options["ledger"])
 
         if each is not None:
             vars(loss_fn)["loss_scales"] = each.factors(inputs)
         return loss_fn
 
+    def _add_scales(
+        self, each: ExampleLosses, inputs: dict[str, Any], b: int | None, domains: Any
+    ) -> None:
+        step = self._step_labels.scale if self._loss_mean == "step" else 1.0
+        each.add_scales(inputs, b, domains, self._loss_mean, step)
+
     def _loss(self, model: nn.Module, batch: Any) -> Tensor:
         """Return the Trainer's own loss."""
         trainer: Any = self
+        items = self._step_labels.items if self._loss_mean == "step" else None
         with trainer.compute_loss_context_manager():
-            loss: Tensor = trainer.compute_loss(model, batch, num_items_in_batch=None)
+            loss: Tensor = trainer.compute_loss(model, batch, num_items_in_batch=items)
             return loss
 
     def _fold_packed(
@@ -343,6 +374,14 @@ class ClippedTrainerMixin:
             self.clipper.load_state_dict(self._state)
             self._state = None
         return self.clipper
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the batches of a step; count their labels if the loss is the mean over them."""
+        samples, items = super().get_batch_samples(*args, **kwargs)  # type: ignore[misc]
+        if self._loss_mean == "step" and samples:
+            columns = frozenset(column for column in self._columns.values() if column)
+            self._step_labels.count(samples, items, columns)
+        return samples, items
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Add the clipping metrics to the training log."""

@@ -1,0 +1,162 @@
+"""Micro-batch clipping in TRL's trainers: SFT, DPO and reward models.
+
+    from microclip.integrations.trl import ClippedDPOTrainer
+
+    trainer = ClippedDPOTrainer(model, args=args, train_dataset=pairs, microbatch_size=1)
+
+An example is what a row of the data set is: a text for SFT, a pair of answers for DPO and reward
+models. All options are those of `ClippedTrainer`. For your own trainer:
+`class MySFT(ClippedTrlMixin, SFTTrainer)`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from typing import Any
+
+from torch import Tensor, nn
+
+try:
+    from trl.trainer.dpo_trainer import DPOTrainer
+    from trl.trainer.reward_trainer import RewardTrainer
+    from trl.trainer.sft_trainer import SFTTrainer
+except ImportError as error:
+    raise ImportError(
+        "microclip.integrations.trl needs trl and datasets: pip install 'microclip[trl]'"
+    ) from error
+
+from microclip.integrations.denominator_finder import DenominatorFinder
+from microclip.integrations.denominators import REMEDY, known_denominator, one_per_example
+from microclip.integrations.transformers import ClippedTrainerMixin
+from microclip.integrations.trl_checks import check_trainer, refuse_offloading, refuse_options
+from microclip.integrations.trl_losses import PairCollator, TrlLossFinder, stacked
+
+
+class ClippedTrlMixin(ClippedTrainerMixin):
+    """Adds clipping to SFTTrainer, DPOTrainer or RewardTrainer, or to your subclass of one.
+
+    Takes the arguments of `ClippedTrainerMixin` and all those of the trainer that follows it.
+    """
+
+    _packages = ("transformers", "trl")
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        check_trainer(cls)
+        super().__init_subclass__(**kwargs)
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        refuse_offloading((*args, *kwargs.values()))
+        super().__init__(*args, **kwargs)
+        refuse_options(self, self._size, self._columns, self._example_rule, self._loss_mean)
+
+    @property
+    def pairs(self) -> bool:
+        """Whether an example is a pair of answers."""
+        return isinstance(self, DPOTrainer | RewardTrainer)
+
+    def training_step(
+        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None
+    ) -> Tensor:
+        """Differentiate one batch; clip if it is the last of a step."""
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        trainer: Any = self
+        tokens = inputs.get("attention_mask", inputs["input_ids"])
+        count = tokens.sum() if "attention_mask" in inputs else tokens.new_tensor(tokens.numel())
+        count = trainer.accelerator.gather(count.to(trainer.accelerator.device)).sum()
+        trainer._total_train_tokens += int(count) // trainer._tp_size
+        trainer._metrics["train"]["num_tokens"] = [trainer._total_train_tokens]
+        return loss
+
+    def stock_loss(self, model: nn.Module, batch: dict[str, Any]) -> Tensor:
+        """Return TRL's own loss of some texts or pairs."""
+        trainer: Any = self
+        items = self._step_labels.items if self._loss_mean == "step" else None
+        batch = stacked(batch) if self.pairs else dict(batch)
+        with self._on_this_rank():
+            loss: Tensor = trainer.compute_loss(model, batch, num_items_in_batch=items)
+            return loss
+
+    def _loss(self, model: nn.Module, batch: Any) -> Tensor:
+        trainer: Any = self
+        with trainer.compute_loss_context_manager():
+            return self.stock_loss(model, batch)
+
+    @contextmanager
+    def _on_this_rank(self) -> Iterator[None]:
+        """Inside the block, metrics are not gathered from other ranks, and tokens not counted.
+
+        Ranks may have different numbers of micro-batches, and engines may call a loss twice.
+        """
+        trainer: Any = self
+        tokens, accelerator = trainer._total_train_tokens, trainer.accelerator
+        gather = ("gather", "gather_for_metrics")
+        if accelerator.num_processes > 1:
+            for name in gather:
+                vars(accelerator)[name] = _as_it_is
+        try:
+            yield
+        finally:
+            trainer._total_train_tokens = tokens
+            for name in gather:
+                vars(accelerator).pop(name, None)
+
+    @contextmanager
+    def leaving_no_trace(self) -> Iterator[None]:
+        """After the block, the trainer's metrics are what they were before."""
+        trainer: Any = self
+        kept = deepcopy(trainer._metrics)
+        try:
+            yield
+        finally:
+            trainer._metrics = kept
+
+    def note(self, **values: Tensor) -> None:
+        """Add to the metrics that the trainer logs, where its own loss does not run."""
+        trainer: Any = self
+        for name, value in values.items():
+            trainer._metrics["train"][name].append(value.detach().mean().item())
+
+    def _new_loss_finder(self) -> TrlLossFinder:
+        return TrlLossFinder(self)
+
+    def _finder_of(self, model: nn.Module, inputs: dict[str, Any]) -> DenominatorFinder:
+        trainer: Any = self
+        inner = trainer.accelerator.unwrap_model(model, keep_torch_compile=False)
+        each = self._losses.find(model, inputs)
+        if each is None:
+            raise NotImplementedError(
+                "microclip does not know what this loss is the mean over "
+                f"({self._losses.reason}), so a micro-batch cannot span several batches. {REMEDY}"
+            )
+        known = one_per_example() if self.pairs else known_denominator(each.kind, inputs)
+        return DenominatorFinder(trainer, inner, known)
+
+    @contextmanager
+    def _collating_columns(self, add_to_batch: bool) -> Iterator[None]:
+        trainer: Any = self
+        collator = trainer.data_collator
+        if self.pairs and add_to_batch:
+            trainer.data_collator = PairCollator(collator)
+        try:
+            with super()._collating_columns(add_to_batch):
+                yield
+        finally:
+            trainer.data_collator = collator
+
+
+def _as_it_is(values: Any, *args: Any, **kwargs: Any) -> Any:
+    return values
+
+
+class ClippedSFTTrainer(ClippedTrlMixin, SFTTrainer):
+    """TRL's SFTTrainer, with clipping: an example is a text."""
+
+
+class ClippedDPOTrainer(ClippedTrlMixin, DPOTrainer):
+    """TRL's DPOTrainer, with clipping: an example is a pair of answers."""
+
+
+class ClippedRewardTrainer(ClippedTrlMixin, RewardTrainer):
+    """TRL's RewardTrainer, with clipping: an example is a pair of answers."""

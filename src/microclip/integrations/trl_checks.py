@@ -1,0 +1,97 @@
+"""What of TRL cannot be clipped exactly, each refused by name, with a remedy.
+
+Knows the trainers and their options; nothing of losses or gradients.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from trl.trainer.dpo_trainer import DPOTrainer
+from trl.trainer.reward_trainer import RewardTrainer
+from trl.trainer.sft_trainer import SFTTrainer
+
+from microclip.rules import ExampleRule
+
+KNOWN = (SFTTrainer, DPOTrainer, RewardTrainer)
+OWN_LOOP = (
+    "Use microclip.Clipper in a loop of your own: clipper.backward(loss_fn, rollouts), with one "
+    "loss per rollout."
+)
+WHY_NOT = {
+    "GRPOTrainer": "generates its examples during training, shuffles and buffers them over steps, "
+    "and divides their losses by the tokens of a whole generation, so its batches are not examples "
+    f"of the data set whose losses stand on their own. {OWN_LOOP}",
+    "RLOOTrainer": "generates its examples during training, and shuffles and buffers them over "
+    f"steps, so its batches are not examples of the data set. {OWN_LOOP}",
+    "KTOTrainer": "compares every answer with a mean over its whole batch, so an answer alone has "
+    "no loss. Use ClippedDPOTrainer with pairs of answers.",
+    "DistillationTrainer": "generates texts during training, so its batches are not examples of "
+    "the data set. Use ClippedSFTTrainer on texts that the teacher wrote beforehand.",
+}
+SORTING = ("aot", "aot_unpaired")  # losses of DPO that sort the scores of a batch
+
+
+def check_trainer(cls: type) -> None:
+    """Refuse a mixin in front of a trainer that it does not know."""
+    others = [base for base in cls.__mro__ if base.__module__.partition(".")[0] == "trl"]
+    trainers = [base for base in others if base.__name__.endswith("Trainer")]
+    public = [base for base in trainers if not base.__name__.startswith("_")]
+    if not public or any(issubclass(base, KNOWN) for base in public):
+        return
+    name = public[0].__name__
+    reason = WHY_NOT.get(name, "is not one of SFTTrainer, DPOTrainer and RewardTrainer.")
+    raise TypeError(f"microclip cannot clip {name} exactly: it {reason}")
+
+
+def refuse_offloading(arguments: tuple[Any, ...]) -> None:
+    """Refuse activation offloading, before the trainer sets it up."""
+    if any(getattr(each, "activation_offloading", False) is True for each in arguments):
+        raise NotImplementedError(
+            "activation_offloading=True moves activations during a backward pass in an order that "
+            "assumes a single one per step. Use gradient_checkpointing=True, or a smaller "
+            "per_device_train_batch_size with gradient_accumulation_steps."
+        )
+
+
+def refuse_options(
+    trainer: Any,
+    size: int | None,
+    columns: dict[str, str | None],
+    rule: ExampleRule | None,
+    loss_mean: str,
+) -> None:
+    """Refuse options under which examples cannot be told apart, or that are not exact."""
+    args = trainer.args
+    one_by_one = size is not None or rule is not None or any(columns.values())
+    packed = getattr(args, "packing", False) or getattr(trainer, "padding_free", False)
+    if packed and one_by_one:
+        name = "packing" if getattr(args, "packing", False) else "padding_free"
+        raise NotImplementedError(
+            f"{name}=True puts several texts into one row, without their ids and domains, so they "
+            f"cannot be told apart. Set {name}=False; or leave out microbatch_size, rules that "
+            "weight examples, id_column and domain_column: each batch is then one micro-batch."
+        )
+    if one_by_one and getattr(trainer, "_is_vision_dataset", False):
+        raise NotImplementedError(
+            "The patches of a batch's images are stacked without saying whose they are, so a batch "
+            "of images and texts cannot be cut. Leave out microbatch_size and rules that weight "
+            "examples: each batch is then one micro-batch."
+        )
+    sorting = [name for name in getattr(trainer, "loss_types", ()) if name in SORTING]
+    if sorting and one_by_one:
+        raise NotImplementedError(
+            f"loss_type={sorting[0]!r} sorts the scores of a whole batch, so a pair alone has no "
+            'loss. Use loss_type="sigmoid", or leave out microbatch_size and rules that weight '
+            "examples: each batch is then one micro-batch."
+        )
+    if loss_mean != "microbatch" and isinstance(trainer, DPOTrainer | RewardTrainer):
+        raise ValueError(
+            f"loss_mean={loss_mean!r} is about losses that are means over tokens, but the loss of "
+            "a pair is not. Leave it out."
+        )
+    if loss_mean == "step" and getattr(trainer, "aux_loss_enabled", False):
+        raise NotImplementedError(
+            'loss_mean="step" divides by the tokens of a step, but the model adds an auxiliary '
+            'loss of its experts that is not a mean over tokens. Use loss_mean="microbatch".'
+        )
