@@ -9,6 +9,8 @@ import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 
 Id = int | str
@@ -111,3 +113,32 @@ class DatasetWithIds(Dataset[Any]):
         if type(sample) is tuple or type(sample) is list:
             return type(sample)((*sample, identity))
         return sample, identity
+
+
+def ids_of(batch: Any, key: str = "id") -> Any:
+    """Return the ids of a batch whose samples got them from `with_ids`.
+
+    >>> import torch
+    >>> ids_of([torch.zeros(2, 3), torch.tensor([0, 1]), torch.tensor([7, 8])])
+    tensor([7, 8])
+    >>> ids_of({"x": torch.zeros(2, 3), "id": ["a", "b"]})
+    ['a', 'b']
+    """
+    found: Any = None
+    if isinstance(batch, Mapping):
+        found = batch.get(key)
+    elif isinstance(batch, tuple | list) and len(batch) > 1:
+        found = batch[-1]
+    if isinstance(found, Tensor):
+        right = found.dim() == 1 and not (found.is_floating_point() or found.dtype == torch.bool)
+    else:
+        right = isinstance(found, tuple | list) and all(isinstance(i, int | str) for i in found)
+    if not right:
+        where = f"the entry {key!r}" if isinstance(batch, Mapping) else "the last entry"
+        what = f"{found.dtype} of shape {tuple(found.shape)}" if isinstance(found, Tensor) else ""
+        raise ValueError(
+            f"There are no ids in {where} of this batch, but {what or type(found).__name__}. Use "
+            "a loader of microclip.with_ids(dataset), or pass ids=, a function that finds them in "
+            "a batch."
+        )
+    return found

@@ -6,8 +6,9 @@ from torch.nn import functional as F
 from transformers import Trainer, TrainingArguments
 
 import microclip
-from microclip import Ledger
+from microclip import Ledger, rules
 from microclip.integrations.recording import RecordingTrainer
+from microclip.integrations.transformers import ClippedTrainer
 from microclip.ledger import open_ledger
 
 import trainers
@@ -136,3 +137,40 @@ def test_resumed_training_continues_the_record(tmp_path):
 def test_without_ids(tmp_path):
     with pytest.raises(ValueError, match="column 'id'"):
         train(tmp_path, trainers.bert(), trainers.examples("bert"))
+
+
+class TestClippedTrainer:
+    """Predictions of clipped training; the losses and the gradient are those of ClippedTrainer."""
+
+    def train(self, path, kind, **options):
+        make = trainers.MODELS[kind]
+        with Ledger(path / "ledger") as ledger:
+            trainer = ClippedTrainer(
+                make(),
+                arguments(path, learning_rate=0.0, num_train_epochs=1),
+                train_dataset=with_names(kind),
+                microbatch_size=2,
+                id_column="id",
+                ledger=ledger,
+                **options,
+            )
+            trainer.train()
+        return trainer.model
+
+    @pytest.mark.parametrize(
+        "rule", [rules.MinNorm(), pytest.param(rules.LossWeight(), marks=pytest.mark.full)]
+    )
+    def test_a_classifier(self, tmp_path, rule):
+        model = self.train(tmp_path, "bert", rule=rule)
+        rows = {row["id"]: row for row in rows_of(tmp_path)}
+        for i, one in enumerate(trainers.examples("bert")):
+            row, label = rows[f"row {i}"], int(one["labels"])
+            p = model(input_ids=one["input_ids"][None]).logits[0].softmax(0)
+            assert row["label"] == label
+            assert row["label_probability"] == pytest.approx(p[label].item(), rel=1e-4)
+            assert row["loss"] == pytest.approx(-p[label].log().item(), rel=1e-4)
+        assert open_ledger(tmp_path / "ledger").classes == 3
+
+    def test_a_language_model_has_none(self, tmp_path):
+        self.train(tmp_path, "llama")
+        assert {row["label"] for row in rows_of(tmp_path)} == {None}

@@ -7,6 +7,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from torch import nn
+from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
 import microclip
@@ -444,3 +446,101 @@ class TestWithIds:
 
         with pytest.raises(TypeError, match="Stream can only be iterated over. Let it yield an id"):
             with_ids(Stream())
+
+
+class TestRecording:
+    """The loss function of torch that a block calls, with a loss for each of its rows."""
+
+    def rows(self, path, function, *arguments, count=6, **options):
+        torch.manual_seed(0)
+        with Ledger(path) as ledger:
+            with ledger.recording(list(range(count))):
+                result = function(*arguments, **options)
+            assert result.requires_grad
+            expected = function(*arguments, **options)
+            assert torch.equal(result, expected)
+        return [row for batch in open_ledger(path).examples() for row in batch.to_pylist()]
+
+    @pytest.mark.parametrize(
+        "options",
+        [{}, {"label_smoothing": 0.1}, {"weight": torch.tensor([1.0, 2.0, 3.0])},
+         {"reduction": "sum"}, {"reduction": "none"}],
+    )  # fmt: skip
+    def test_classes(self, tmp_path, options):
+        logits, labels = torch.randn(6, 3, requires_grad=True), torch.tensor([0, 1, 2, 2, 1, 0])
+        rows = self.rows(tmp_path, F.cross_entropy, logits, labels, **options)
+        each = F.cross_entropy(logits, labels, **{**options, "reduction": "none"})
+        assert [row["loss"] for row in rows] == pytest.approx(each.tolist())
+        assert [row["label"] for row in rows] == labels.tolist()
+        own = logits.softmax(1).gather(1, labels[:, None]).squeeze(1)
+        assert [row["label_probability"] for row in rows] == pytest.approx(own.tolist())
+
+    def test_modules_and_old_arguments(self, tmp_path):
+        logits, labels = torch.randn(6, 3, requires_grad=True), torch.tensor([0, 1, 2, 2, 1, 0])
+        rows = self.rows(tmp_path / "module", nn.CrossEntropyLoss(), logits, labels)
+        assert [row["label"] for row in rows] == labels.tolist()
+        rows = self.rows(tmp_path / "words", nn.NLLLoss(), logits.log_softmax(1), labels)
+        each = F.cross_entropy(logits, labels, reduction="none")
+        assert [row["loss"] for row in rows] == pytest.approx(each.tolist())
+
+    def test_labels_of_pixels_and_those_that_do_not_count(self, tmp_path):
+        logits = torch.randn(6, 3, 4, requires_grad=True)
+        labels = torch.randint(3, (6, 4))
+        labels[0, 1:], labels[1] = -100, -100
+        rows = self.rows(tmp_path, F.cross_entropy, logits, labels)
+        each = F.cross_entropy(logits, labels, reduction="none")
+        expected = [each[0, 0].item(), 0.0, *each[2:].mean(1).tolist()]
+        assert [row["loss"] for row in rows] == pytest.approx(expected)
+        assert {row["label"] for row in rows} == {None}
+
+    def test_numbers(self, tmp_path):
+        found, wanted = torch.randn(6, 2, requires_grad=True), torch.randn(6, 2)
+        rows = self.rows(tmp_path / "squares", F.mse_loss, found, wanted)
+        expected = (found - wanted).square().mean(1).tolist()
+        assert [row["loss"] for row in rows] == pytest.approx(expected)
+        scores, truth = torch.randn(6, 1, requires_grad=True), torch.ones(6, 1)
+        rows = self.rows(tmp_path / "two", F.binary_cross_entropy_with_logits, scores, truth)
+        assert {row["label"] for row in rows} == {1}
+        p = scores.sigmoid().flatten().tolist()
+        assert [row["label_probability"] for row in rows] == pytest.approx(p)
+
+    def test_what_is_not_differentiated_does_not_count(self, tmp_path):
+        logits, labels = torch.randn(6, 3, requires_grad=True), torch.zeros(6).long()
+
+        def function():
+            with torch.no_grad():
+                F.cross_entropy(logits, labels)
+            return F.cross_entropy(logits, labels)
+
+        assert len(self.rows(tmp_path, function)) == 6
+
+    def test_several(self, tmp_path):
+        logits, labels = torch.randn(6, 3, requires_grad=True), torch.zeros(6).long()
+        ledger = Ledger(tmp_path)
+        twice = "cross_entropy of 6 rows, cross_entropy of 6 rows was called"
+        with pytest.raises(ValueError, match=twice), ledger.recording(range(6)):
+            F.cross_entropy(logits, labels) + F.cross_entropy(-logits, labels)
+        few = "of 5 examples .* cross_entropy of 6 rows was"
+        with pytest.raises(ValueError, match=few), ledger.recording(range(5)):
+            F.cross_entropy(logits, labels)
+        ledger.close()
+        with pytest.raises(ValueError, match="is empty"):
+            open_ledger(tmp_path)
+
+
+def test_state_for_checkpoints(tmp_path):
+    with Ledger(tmp_path) as ledger:
+        assert ledger.state_dict() == {"next_step": 0}
+        for step in range(4):
+            ledger.record([step], [1.0])
+            if step == 1:
+                state = ledger.state_dict()
+        ledger.load_state_dict(state)  # back to the checkpoint, in the same process
+        ledger.record([20], [2.0])
+    with Ledger(tmp_path) as ledger:
+        ledger.load_state_dict(state)
+        ledger.record([30], [3.0])
+        with pytest.raises(ValueError, match="has the entry 'next_step', but got {}"):
+            ledger.load_state_dict({})
+    rows = [row for batch in open_ledger(tmp_path).examples() for row in batch.to_pylist()]
+    assert [(row["step"], row["id"]) for row in rows] == [(0, 0), (1, 1), (2, 30)]

@@ -29,6 +29,7 @@ except ImportError as error:
         "microclip.integrations.lightning needs lightning: pip install 'microclip[lightning]'"
     ) from error
 
+from microclip.integrations.lightning_recording import RecordExamples as RecordExamples
 from microclip.integrations.lightning_steps import BatchCutter, ClippedSteps
 
 if TYPE_CHECKING:

@@ -12,7 +12,8 @@ import os
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -26,6 +27,7 @@ from torch import distributed as dist
 from microclip.files import Lock
 from microclip.ledger import storage
 from microclip.ledger.arrays import TooMuchTextError
+from microclip.ledger.loss_calls import LossCalls
 from microclip.ledger.plain_step import PlainStep, plain_step, plain_tables
 from microclip.ledger.predictions import as_tensor, expect_values, predictions
 from microclip.ledger.storage import Part
@@ -114,7 +116,8 @@ class Ledger:
 
     # without a __dict__, so that engines do not copy it with everything else that loss_fn holds
     __slots__ = (
-        "__weakref__", "_at_end", "_options", "_process", "_rank", "_receive", "_writers", "path"
+        "__weakref__", "_at_end", "_next_step", "_options", "_process", "_rank", "_receive",
+        "_writers", "path",
     )  # fmt: skip
 
     def __init__(
@@ -135,6 +138,7 @@ class Ledger:
         self._rank: int | None = None  # of this process; known once something is recorded
         self._receive: Callable[[Tensor, int], None] | None = None  # predictions, for a Clipper
         self._process = os.getpid()
+        self._next_step = 0  # of plain training, as of the last checkpoint that was loaded
         self._at_end = weakref.finalize(self, _close_all, self._writers)
 
     def __repr__(self) -> str:
@@ -199,11 +203,46 @@ class Ledger:
                 "record() takes ids and losses, or an Outcome alone, but got one argument of type "
                 f"{type(ids).__name__}."
             )
-        writer = self._writer(rank, step or 0)
+        writer = self._writer(rank, self._next_step if step is None else step)
         number = writer.next_step if step is None else step
         if isinstance(number, bool) or not isinstance(number, int):
             raise ValueError(f"step must be 0 or a positive integer, but got {step!r}.")
         writer.add(plain_step(number, ids, losses, logits, labels, domains))
+
+    @contextmanager
+    def recording(
+        self,
+        ids: Tensor | Sequence[Hashable],
+        *,
+        domains: Tensor | Sequence[Hashable] | None = None,
+        step: int | None = None,
+    ) -> Iterator[None]:
+        """Record a step of plain training whose code computes a mean loss, as it is.
+
+        >>> import microclip, tempfile, torch
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> model, x, y = torch.nn.Linear(3, 5), torch.randn(4, 3), torch.tensor([3, 1, 4, 1])
+        >>> with microclip.Ledger(folder.name) as ledger:
+        ...     with ledger.recording([11, 12, 13, 14]):
+        ...         loss = torch.nn.functional.cross_entropy(model(x), y)
+        ...     loss.backward()
+        >>> folder.cleanup()
+
+        Inside the block, the call of torch's loss function is seen and left as it is: results and
+        gradients are the same bit for bit. It must be the only one with a row per example, in the
+        order of the ids. For other losses, and inside compiled code, use `record`.
+
+        Args:
+            ids: As in `record`.
+            domains: As in `record`.
+            step: As in `record`.
+        """
+        with LossCalls() as seen:
+            yield
+        call = seen.of(len(ids))
+        self.record(
+            ids, call.losses, logits=call.logits, labels=call.labels, domains=domains, step=step
+        )
 
     def record_predictions(
         self, logits: Tensor | Sequence[Any], labels: Tensor | Sequence[int] | None = None
@@ -244,6 +283,24 @@ class Ledger:
         """Let a `Clipper` receive what `record_predictions` is given."""
         self._receive = receive
 
+    def state_dict(self) -> dict[str, Any]:
+        """Write everything to disk, and return what a checkpoint must hold: the next step.
+
+        For plain training; a `Clipper` and the Trainers count their steps themselves. With
+        Accelerate: `accelerator.register_for_checkpointing(ledger)`.
+        """
+        self.flush()
+        writer = self._writers.get(0 if self._rank is None else self._rank)
+        return {"next_step": self._next_step if writer is None else writer.next_step}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue after the checkpoint: what was recorded from there on will be replaced."""
+        if not isinstance(state, dict) or set(state) != {"next_step"}:
+            raise ValueError(f"A Ledger's state has the entry 'next_step', but got {state!r:.200}.")
+        self._next_step = state["next_step"]
+        for writer in self._writers.values():
+            writer.resume_at(self._next_step)
+
     def _writer(self, rank: int | None, step: int) -> _RankWriter:
         """Return the writer of a rank, made when it is first needed."""
         if not self._at_end.alive:
@@ -259,6 +316,7 @@ class Ledger:
         writer = self._writers.get(rank)
         if writer is None:
             writer = self._writers[rank] = _RankWriter(self.path, rank, self._options)
+            writer.next_step = self._next_step
         if rank == 0 and world is not None:
             self._remove_absent_ranks(world, step)
         return writer
@@ -324,6 +382,10 @@ class _RankWriter:
     def release(self) -> None:
         """Let others write what belongs to this rank."""
         self._lock.close()
+
+    def resume_at(self, step: int) -> None:
+        """Expect this step next, whatever has been recorded already."""
+        self.next_step, self._resumed = step, True
 
     def add(self, entry: Outcome | PlainStep) -> None:
         step, plain = entry.step, isinstance(entry, PlainStep)
