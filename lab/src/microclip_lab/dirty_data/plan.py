@@ -126,8 +126,9 @@ class Plan:
             if not is_tuned(records, task, arm.name)
         ]
 
-    def plain_rate(self, records: Records, task: Task) -> float | None:
-        """Return the tuned rate of plain training, if there is one."""
+    def plain_rate(self, records: Records, name: str) -> float | None:
+        """Return the tuned rate of plain training on a task, if there is one."""
+        task = next(task for task in self.tasks if task.name == name)
         return tuned(records, task, PLAIN).rate if is_tuned(records, task, PLAIN) else None
 
 

@@ -15,8 +15,8 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from pathlib import Path
+from typing import Any
 
-from microclip_lab.dirty_data.catalog import TASKS
 from microclip_lab.dirty_data.plan import Plan
 from microclip_lab.dirty_data.records import Job, Record, append
 from microclip_lab.jobs.progress import Status
@@ -62,25 +62,29 @@ def _end_with_parent() -> None:
 
 
 def work(
-    plan: Plan,
-    records: dict[Job, Record],
+    plan: Any,
+    records: dict[Job, Any],
     folder: Path,
     workers: int,
     report: Callable[[Status], None],
-    do: Callable[[Job, float | None], Record] = run_job,
+    do: Callable[[Job, float | None], Any] = run_job,
+    keep: Callable[[Path, Any], None] = append,
+    progress_of: Callable[[Any, dict[Job, Any]], Status] | None = None,
 ) -> None:
     """Do all missing runs; `records` grows.
 
     Args:
-        plan: What to run.
+        plan: What to run: says what is `missing` and the `plain_rate` of a task.
         records: Those there are already.
         folder: Where to add the records.
         workers: How many worker processes; even one is separate from this process.
         report: Called with the progress.
         do: Carries out a run.
+        keep: Adds a record to the folder.
+        progress_of: Returns the progress; by default that of this benchmark's plan.
     """
     failed: dict[Job, str] = {}
-    running: dict[Future[Record], Job] = {}
+    running: dict[Future[Any], Job] = {}
     context = multiprocessing.get_context("spawn")
     strangers = set(multiprocessing.active_children())
     pool = ProcessPoolExecutor(workers, mp_context=context, initializer=prepare_worker)
@@ -91,9 +95,9 @@ def work(
                 if len(running) == workers:
                     break
                 if job not in busy and job not in failed:
-                    plain_rate = plan.plain_rate(records, TASKS[job.task])
+                    plain_rate = plan.plain_rate(records, job.task)
                     running[pool.submit(do, job, plain_rate)] = job
-            report(status(plan, records))
+            report((progress_of or status)(plan, records))
             if not running:
                 break
             for future in wait(running, return_when=FIRST_COMPLETED).done:
@@ -101,7 +105,7 @@ def work(
                 error = future.exception()
                 if error is None:
                     records[job] = future.result()
-                    append(folder, records[job])
+                    keep(folder, records[job])
                 else:
                     logger.error("%s failed: %s", job, error)
                     failed[job] = f"{type(error).__name__}: {error}"

@@ -44,6 +44,9 @@ class Data:
     wrong: Tensor  # bool: this training target is wrong; only the oracle may see it
     validation: Part  # as dirty as the training data
     test: Part  # clean
+    clean_validation: Part | None = None  # the validation data with right targets
+    domains: Tensor | None = None  # of the training examples, numbered
+    test_domains: Tensor | None = None  # of the test examples
 
 
 @dataclass(frozen=True)

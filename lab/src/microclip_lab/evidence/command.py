@@ -1,0 +1,142 @@
+"""The command: run the plan, repeat a run, write the page."""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from microclip_lab.dirty_data.catalog import task_named
+from microclip_lab.dirty_data.records import Job
+from microclip_lab.dirty_data.runner import FailedRunsError, work
+from microclip_lab.evidence.arms import ARMS
+from microclip_lab.evidence.catalog import BY_NAME, STUDIES, Study, study_named
+from microclip_lab.evidence.plan import Plan, editions, gate
+from microclip_lab.evidence.records import Record, append, read_all
+from microclip_lab.evidence.when_to_clip import outside_jobs, outside_records
+from microclip_lab.jobs.progress import progress
+
+DESCRIPTION = """\
+Evidence that decides: where does micro-batch clipping help, and how can one tell beforehand?
+
+Tasks must pass a gate, every arm is tuned, and seeds are added until intervals decide. Every
+finished run is kept: stop at any time, and run the same command again to continue.
+
+  everything (about 5 core-hours):  benchmarks/evidence.py --workers 2
+  a taste (under 10 minutes):       benchmarks/evidence.py --quick --out /tmp/evidence
+  repeat a random run:              benchmarks/evidence.py --rerun
+  the page from the records:        benchmarks/evidence.py --page docs/evidence.md
+"""
+QUICK = ("outliers-7-10", "tuned-canaries")
+QUICK_ARMS = ("minnorm-1", "minnorm-4", "unit-4")
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    made = argparse.ArgumentParser(
+        prog="benchmarks/evidence.py",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    made.add_argument("--tasks", nargs="+", metavar="TASK", help="default: all; see --list")
+    made.add_argument("--arms", nargs="+", metavar="ARM", help="besides plain and oracle")
+    made.add_argument("--quick", action="store_true", help="two tasks, three arms, one look")
+    made.add_argument("--workers", type=int, default=2, help="processes, one thread each")
+    made.add_argument("--out", type=Path, default=Path("results/evidence"), help="records")
+    made.add_argument("--rerun", action="store_true", help="repeat a random run and compare")
+    made.add_argument("--seed", type=int, default=None, help="which random run")
+    made.add_argument("--page", type=Path, help="write the page from the records; run nothing")
+    made.add_argument("--list", action="store_true", help="describe tasks and arms")
+    return made
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command."""
+    made = parser()
+    options = made.parse_args(arguments)
+    console = Console(soft_wrap=True, highlight=False)
+    if options.list:
+        _describe(console)
+        return
+    for name in options.arms or ():
+        if name not in ARMS:
+            made.error(f"there is no arm {name!r}; the arms are {', '.join(ARMS)}")
+    if options.workers < 1:
+        made.error(f"--workers must be 1 or more, but got {options.workers}")
+    names = options.tasks or (QUICK if options.quick else BY_NAME)
+    try:
+        studies = [study_named(name) for name in names]
+    except ValueError as error:
+        made.error(str(error))
+    records = read_all(options.out, editions())
+    if options.rerun:
+        sys.exit(0 if rerun(records, studies, options.seed, console) else 1)
+    if options.page:
+        from microclip.files import write_whole
+        from microclip_lab.evidence.page import page
+
+        write_whole(options.page, page(records).encode())
+        console.print(f"page: {options.page}")
+        return
+    arms = options.arms or (QUICK_ARMS if options.quick else None)
+    outside = [] if options.quick or options.tasks else outside_jobs(outside_records())
+    plan = Plan(studies, arms, 1 if options.quick else None, outside)
+    _train(plan, records, options.out, options.workers, console)
+    for study in studies:
+        console.print(f"{study.name}: gate {gate(records, study)}")
+
+
+def run_job(job: Job, plain_rate: float | None) -> Record:
+    """Do one run, in a worker process."""
+    from microclip_lab.evidence.run import run
+
+    known = BY_NAME.get(job.task)
+    task = task_named(job.task) if known is None else known.task
+    return run(task, job.arm, job.seed, job.rate, job.stage)
+
+
+def rerun(
+    records: dict[Job, Record], studies: Sequence[Study], seed: int | None, console: Console
+) -> bool:
+    """Repeat a random run, and return whether it gave the same result, bit for bit."""
+    import torch
+
+    names = {study.name for study in studies}
+    jobs = sorted((job for job in records if job.task in names), key=str)
+    if not jobs:
+        console.print("There are no records to repeat yet.")
+        return False
+    job = random.Random(seed).choice(jobs)
+    torch.set_num_threads(1)
+    found, kept = run_job(job, None), records[job]
+    is_same = found.same_as(kept)
+    said = "the same, bit for bit" if is_same else "different"
+    console.print(f"{job}: {said} (weights {found.weights}, recorded {kept.weights})")
+    return is_same
+
+
+def _train(
+    plan: Plan, records: dict[Job, Record], out: Path, workers: int, console: Console
+) -> None:
+    try:
+        with progress(console) as report:
+            work(plan, records, out, workers, report, run_job, append, Plan.progress)
+    except KeyboardInterrupt:
+        console.print("Stopped. Finished runs are kept: run the same command again to continue.")
+        sys.exit(130)
+    except FailedRunsError as error:
+        console.print(str(error))
+        sys.exit(1)
+
+
+def _describe(console: Console) -> None:
+    for study in STUDIES:
+        console.print(f"{study.name}: {study.task.title}. {study.task.description}")
+        console.print(f"  arms: {', '.join(study.arms)}; seeds after each look: {study.looks}")
+    console.print()
+    for arm in ARMS.values():
+        console.print(f"{arm.name}: {arm.title}")

@@ -1,0 +1,164 @@
+"""When to clip: a rule of thumb from plain training's first epochs, without knowing any dragger.
+
+A case is a task and a clipping rule at b = 4, with what came of it: gain, harm or nothing. One
+figure and two thresholds predict it: gain at or above the upper one, harm below the lower one. They
+are fitted on half of the plan's tasks and judged on the others, and on the tasks of the dirty-data
+benchmark, of which only plain training is run again here.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from microclip_lab.dirty_data import catalog as dirty_catalog
+from microclip_lab.dirty_data import plan as dirty_plan
+from microclip_lab.dirty_data import records as dirty_records
+from microclip_lab.dirty_data.records import Job
+from microclip_lab.dirty_data.task import Task
+from microclip_lab.evidence.arms import PLAIN
+from microclip_lab.evidence.catalog import STUDIES
+from microclip_lab.evidence.plan import evaluated, gate, outcome_of
+from microclip_lab.evidence.records import Record, Records
+from microclip_lab.evidence.run import error_of
+from microclip_lab.evidence.sequential import Outcome, outcome, relative
+
+RULES = {"minnorm-4": "minnorm", "unit-4": "unit"}  # here, and in the dirty-data benchmark
+# tried in this order; of equal ones, the first is taken
+FIGURES = ("top_decile", "min_over_mean_4", "rise_of_top_decile")
+OUTSIDE_SEEDS = (0, 1)
+OUTSIDE_MARGIN = 2.4
+DIRTY_DATA = Path("results/dirty_data")
+
+Half = Literal["fit", "judge", "outside"]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A task and a rule: figures of plain training, and what clipping did."""
+
+    task: str
+    rule: str
+    half: Half
+    figures: Mapping[str, float]
+    came: Outcome
+
+
+@dataclass(frozen=True)
+class Thumb:
+    """A rule of thumb: a figure and two thresholds."""
+
+    figure: str
+    harm_below: float
+    gain_from: float
+
+    def predicts(self, figures: Mapping[str, float]) -> Outcome:
+        """Return what to expect.
+
+        >>> thumb = Thumb("top_decile", 0.2, 0.6)
+        >>> [thumb.predicts({"top_decile": value}) for value in (0.1, 0.4, 0.6)]
+        ['harm', 'nothing', 'gain']
+        """
+        value = figures[self.figure]
+        if value >= self.gain_from:
+            return "gain"
+        return "harm" if value < self.harm_below else "nothing"
+
+
+def figures_of(runs: Sequence[Record]) -> dict[str, float] | None:
+    """Return the figures of plain training, averaged over seeds; None if none was looked at."""
+    notes = [run.notes for run in runs if "early/top_decile" in run.notes]
+    if not notes:
+        return None
+
+    def mean(name: str) -> float:
+        return statistics.fmean(each[name] for each in notes if name in each)
+
+    return {
+        "top_decile": mean("early/top_decile"),
+        "min_over_mean_4": mean("early/min_over_mean_4"),
+        "rise_of_top_decile": mean("early/top_decile") - mean("first/top_decile"),
+    }
+
+
+def cases(records: Records, outside: dirty_records.Records) -> list[Case]:
+    """Return all cases that have an outcome."""
+    found = []
+    for study in STUDIES:
+        figures = figures_of(list(evaluated(records, study, PLAIN).values()))
+        if figures is None or study.half == "none" or gate(records, study) == "no headroom":
+            continue
+        for arm in RULES:
+            if arm in study.arms:
+                came = outcome_of(records, study, arm)
+                found.append(Case(study.name, arm, study.half, figures, came))
+    for task in dirty_catalog.TASKS.values():
+        runs = [record for job, record in records.items() if job.task == task.name]
+        figures = figures_of(runs)
+        if figures is not None:
+            for arm, there in RULES.items():
+                came = _outcome_outside(outside, task, there)
+                found.append(Case(task.name, arm, "outside", figures, came))
+    return [case for case in found if case.came != "undecided"]
+
+
+def _outcome_outside(records: dirty_records.Records, task: Task, arm: str) -> Outcome:
+    runs = [dirty_plan.evaluated(records, task, name, 100) for name in (PLAIN, arm)]
+    seeds = sorted(runs[0].keys() & runs[1].keys())
+    base, other = ([error_of(task, own[seed].last) for seed in seeds] for own in runs)
+    return outcome(relative(base, other), OUTSIDE_MARGIN)
+
+
+def outside_records(folder: Path = DIRTY_DATA) -> dict[Job, dirty_records.Record]:
+    """Return the records of the dirty-data benchmark."""
+    return dirty_records.read_all(folder, dirty_plan.editions(dirty_catalog.TASKS.values()))
+
+
+def outside_jobs(outside: dirty_records.Records) -> list[Job]:
+    """Return the runs of plain training to look at, at the rates that were found there."""
+    return [
+        Job(task.name, PLAIN, "evaluate", dirty_plan.tuned(outside, task, PLAIN).rate, seed)
+        for task in dirty_catalog.TASKS.values()
+        if dirty_plan.is_tuned(outside, task, PLAIN)
+        for seed in OUTSIDE_SEEDS
+    ]
+
+
+def fitted(known: Sequence[Case]) -> Thumb | None:
+    """Return the figure and thresholds with the most hits; None without cases.
+
+    Of equal ones, the widest gap around the thresholds wins, so that they lie between cases.
+    """
+    best: tuple[float, float, Thumb] | None = None
+    for figure in FIGURES:
+        cuts = _cuts([case.figures[figure] for case in known])
+        for (low, low_gap), (high, high_gap) in itertools.combinations_with_replacement(cuts, 2):
+            thumb = Thumb(figure, low, high)
+            key = hit_rate(thumb, known), min(low_gap, high_gap)
+            if best is None or key > best[:2]:
+                best = (*key, thumb)
+    return None if best is None else best[2]
+
+
+def _cuts(values: Sequence[float]) -> list[tuple[float, float]]:
+    """Return thresholds between values, and beyond them, each with the gap it lies in."""
+    ordered = sorted(set(values))
+    between = [((a + b) / 2, b - a) for a, b in itertools.pairwise(ordered)]
+    return [(-math.inf, math.inf), *between, (math.inf, math.inf)] if ordered else []
+
+
+def hit_rate(thumb: Thumb, known: Sequence[Case]) -> float:
+    """Return the share of cases that are predicted right."""
+    if not known:
+        return math.nan
+    return statistics.fmean(thumb.predicts(case.figures) == case.came for case in known)
+
+
+def commonest(known: Sequence[Case]) -> Outcome:
+    """Return the most common outcome, to compare a rule of thumb with."""
+    return statistics.mode(case.came for case in known)
