@@ -135,21 +135,21 @@ class ExampleLosses:
         factor is 1 over its number of labels; with a mean over the step it is the same for all.
         """
         labels = inputs["labels"]
-        if mean == "step":
-            inputs[SCALE] = torch.full((len(labels),), step, device=labels.device)
-            return
-        if mean == "example":
-            own = self.kind.counts(labels)
-            ones = torch.ones(len(labels), device=labels.device)
-            inputs[SCALE] = ones if own is None else ones / own.clamp(min=1)
+        wide = torch.float32 if labels.device.type == "mps" else torch.float64
+        scales = torch.full((len(labels),), step, device=labels.device, dtype=wide)
+        counts = self.kind.counts(labels)
+        if mean != "microbatch":
+            if mean == "example" and counts is not None:
+                scales = scales / counts.clamp(min=1)
+            inputs[SCALE] = scales
             return
         microbatches = cut(labels, b, domains=domains)
         place = {row: j for j, microbatch in enumerate(microbatches) for row in microbatch.ids}
         groups = torch.tensor([place[row] for row in range(len(labels))], device=labels.device)
-        scales = torch.tensor([float(m.size) for m in microbatches], device=labels.device)
-        counts = self.kind.counts(labels)
+        sizes = [float(m.size) for m in microbatches]
+        scales = torch.tensor(sizes, device=labels.device, dtype=wide)
         if counts is not None:
-            scales /= torch.zeros_like(scales).index_add_(0, groups, counts.float()).clamp(min=1)
+            scales /= torch.zeros_like(scales).index_add_(0, groups, counts.to(wide)).clamp(min=1)
         inputs[SCALE] = scales[groups]
 
     def factors(self, inputs: dict[str, Any]) -> Tensor:
@@ -168,7 +168,8 @@ class ExampleLosses:
         outputs = model(**_without_labels(model, inputs), **self.settings)
         if ledger is not None and inputs["labels"].dim() == 1:
             ledger.record_predictions(outputs["logits"], inputs["labels"])
-        return self.kind.sums(outputs, inputs) * scales
+        sums = self.kind.sums(outputs, inputs)
+        return sums * scales.to(sums.dtype)
 
 
 class ExampleLossFinder:

@@ -1,0 +1,167 @@
+"""Whose labels a loss is the mean over, in transformers' Trainer and TRL's."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from microclip import Ledger, rules
+from microclip.ledger import open_ledger
+
+import properties
+import reference
+import trl_runs
+from trainers import InOrderPlain, Ordered, Watch, bert, examples, gpt2, llama, stacked, trainer
+
+KEEP = rules.Fixed(1e9)  # clips nothing
+
+
+def sums(model, batch):
+    """Return the cross-entropy of each text, and how many labels it has."""
+    logits = model(input_ids=batch["input_ids"]).logits[:, :-1].double()
+    labels = batch["labels"][:, 1:]
+    losses = F.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
+    return losses.sum(1), (labels != -100).sum(1)
+
+
+def gradients_of(model, data, pieces, loss_of):
+    def loss(rows):
+        return loss_of(*sums(model, stacked(data, rows)))
+
+    return reference.microbatch_gradients(loss, list(model.parameters()), pieces)
+
+
+def means(total, labels):
+    """Return how each kind of mean turns sums and counts into the loss of a micro-batch."""
+    return {
+        "microbatch": lambda s, n: s.sum() / n.sum(),
+        "example": lambda s, n: (s / n.clamp(min=1)).mean(),
+        "step": lambda s, n: s.mean() * total / labels,
+    }
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("engine", ["stream", "fused", "two_pass"])
+@pytest.mark.parametrize("mean", ["microbatch", "example", "step"])
+@pytest.mark.parametrize(("size", "steps"), [(8, 1), (4, 2)])
+def test_gradients_equal_the_twin(tmp_path, mean, engine, size, steps):
+    model, data, watch = llama(), examples("llama"), Watch()
+    run = trainer(
+        tmp_path, model, data, b=2, watch=[watch], clip={"loss_mean": mean, "engine": engine},
+        per_device_train_batch_size=size, gradient_accumulation_steps=steps,
+    )  # fmt: skip
+    run.train()
+    for start, found in zip((0, 8, 16), watch.gradients, strict=True):
+        rows = list(range(start, min(start + 8, 22)))
+        labels = int((stacked(data, rows)["labels"][:, 1:] != -100).sum())
+        pieces = [rows[i : i + 2] for i in range(0, len(rows), 2)]
+        each = gradients_of(model.train(), data, pieces, means(len(rows), labels)[mean])
+        sizes = [len(piece) for piece in pieces]
+        twin = reference.clipped_gradient(each, sizes, reference.WEIGH["MinNorm()"])[0]
+        properties.assert_close(found, twin, 1e-5)
+
+
+@pytest.mark.parametrize("engine", ["stream", "auto"])
+@pytest.mark.parametrize(("size", "steps", "b"), [(8, 1, 1), (4, 2, 2), (4, 2, None)])
+def test_mean_over_the_step_is_the_stock_trainers(tmp_path, size, steps, b, engine):
+    """Without clipping, whatever the micro-batches, and over accumulated batches."""
+    weights = []
+    for kind in (InOrderPlain, Ordered):
+        model = llama()
+        clip = {"loss_mean": "step", "rule": KEEP, "engine": engine}
+        run = trainer(
+            tmp_path, model, examples("llama"), kind=kind, b=b, clip=clip, learning_rate=0.01,
+            per_device_train_batch_size=size, gradient_accumulation_steps=steps, optim="sgd",
+        )  # fmt: skip
+        run.train()
+        weights.append([p.detach().clone() for p in model.parameters()])
+    for one, other, start in zip(*weights, llama().parameters(), strict=True):
+        assert not torch.equal(one, start)
+        assert torch.allclose(one, other, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("b", [1, 3, None])
+def test_mean_over_the_step_is_the_stock_sft_trainers(b):
+    weights = []
+    for clip in (None, {"loss_mean": "step", "rule": KEEP, "microbatch_size": b}):
+        net = trl_runs.model("llama")
+        run = trl_runs.trainer(
+            "sft", net, clip=clip, learning_rate=0.05, optim="sgd",
+            per_device_train_batch_size=4, gradient_accumulation_steps=2,
+        )  # fmt: skip
+        run.train()
+        weights.append([p.detach().clone() for p in net.parameters()])
+    for one, other in zip(*weights, strict=True):
+        assert torch.allclose(one, other, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("mean", ["microbatch", "example", "step"])
+def test_rule_and_ledger_see_an_examples_own_mean(tmp_path, mean):
+    """Whatever the gradient is the mean over, a long text's loss does not count for more."""
+    texts = examples("llama")
+    data = [{**text, "number": i} for i, text in enumerate(texts)]
+    model, seen = llama(), {}
+
+    class Watching(rules.LossHistory):
+        def remember(self, shown):
+            seen.update(zip(shown.keys.tolist(), shown.losses.tolist(), strict=True))
+            super().remember(shown)
+
+    run = trainer(
+        tmp_path, model, data, clip={
+            "loss_mean": mean, "id_column": "number", "rule": Watching(total_steps=100),
+            "ledger": Ledger(tmp_path / "ledger"),
+        },
+        per_device_train_batch_size=8, gradient_accumulation_steps=1,
+    )  # fmt: skip
+    run.train()
+    total, labels = sums(model, stacked(texts, range(22)))
+    own = (total / labels.clamp(min=1)).tolist()
+    assert [seen[i] for i in range(22)] == pytest.approx(own, rel=1e-5)
+    rows = [r for part in open_ledger(tmp_path / "ledger").examples() for r in part.to_pylist()]
+    recorded = {row["id"]: row["loss"] for row in rows}
+    assert [recorded[i] for i in range(22)] == pytest.approx(own, rel=1e-5)
+
+
+def test_double_precision_stays(tmp_path):
+    """Per-example losses of a float64 model are float64; transformers' own are float32."""
+    model, data, watch = gpt2().double(), examples("llama"), Watch()
+    run = trainer(
+        tmp_path, model, data, b=1, watch=[watch], clip={"engine": "fused"},
+        per_device_train_batch_size=8, gradient_accumulation_steps=1,
+    )  # fmt: skip
+    run.train()
+    pieces = [[i] for i in range(8)]
+    each = gradients_of(model.train(), data, pieces, means(0, 1)["microbatch"])
+    twin = reference.clipped_gradient(each, [1] * 8, reference.WEIGH["MinNorm()"])[0]
+    properties.assert_close(watch.gradients[0], twin, 1e-12)
+
+
+def test_two_passes_keep_their_outcome(tmp_path):
+    """Restoring what a loss has changed between two passes must not reach the step itself."""
+    run = trainer(
+        tmp_path, llama(), examples("llama"), b=2, clip={"engine": "two_pass"},
+        per_device_train_batch_size=8, gradient_accumulation_steps=1,
+    )  # fmt: skip
+    run.train()
+    assert run.clipper.outcome.sizes.tolist() == [2, 2, 2]
+    assert run.clipper.outcome.loss > 2
+
+
+def test_what_cannot_be_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="loss_mean must be .*'microbatch', .*'token'"):
+        trainer(tmp_path, llama(), examples("llama"), clip={"loss_mean": "token"})
+    run = trainer(
+        tmp_path, llama(), examples("llama"), b=4, clip={"loss_mean": "example"},
+        per_device_train_batch_size=2, gradient_accumulation_steps=4,
+    )  # fmt: skip
+    with pytest.raises(NotImplementedError, match="microbatch_size 4 exceeds a batch of 2"):
+        run.train()
+    smooth = {"label_smoothing_factor": 0.1, "gradient_accumulation_steps": 1}
+    run = trainer(tmp_path, llama(), examples("llama"), clip={"loss_mean": "example"}, **smooth)
+    with pytest.raises(NotImplementedError, match="no losses of their own .label smoothing is on"):
+        run.train()
+    net = bert()
+    run = trainer(tmp_path, net, examples("bert"), clip={"loss_mean": "step"})
+    run.model_accepts_loss_kwargs = False
+    with pytest.raises(NotImplementedError, match="does not count them"):
+        run.train()
