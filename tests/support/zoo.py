@@ -365,11 +365,7 @@ MODELS = {
 
 
 # what the single-pass engine refuses, and a word of its reason
-CANNOT_FUSE = {
-    "cnn_batchnorm": "mixes examples",
-    "checkpointed": "saved tensors",
-    "checkpointed_reentrant": "cannot see",
-}
+CANNOT_FUSE = {"cnn_batchnorm": "mixes examples"}
 
 
 @cache

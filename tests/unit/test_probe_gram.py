@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 from microclip.microbatches import cut
 from microclip.probing import gram_of
@@ -245,11 +244,12 @@ def test_a_path_that_only_larger_batches_take():
 
     def sometimes(x):
         if len(x) > 4:
-            return checkpoint(layer, x, use_reentrant=False).squeeze(1).square()
+            with torch.autograd.graph.save_on_cpu():
+                return layer(x).squeeze(1).square()
         return layer(x).squeeze(1).square()
 
     found = gram_of(layer, sometimes, [x])
-    assert "checkpointing" in found.notes[0]
+    assert "hooks on saved tensors" in found.notes[0]
     assert error(found.matrix, by_hand(layer, sometimes, x)) < 1e-13
 
 

@@ -30,6 +30,8 @@ DROPOUTS = {
     torch.dropout,
 }
 
+# run checkpointed segments again
+BACKWARD = {torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad}
 
 # the constants in place of normal and uniform noise
 NORMAL, UNIFORM = 0.3, 0.5
@@ -155,7 +157,7 @@ class DropoutDisabled(TorchFunctionMode):
                 args = (*args[:4], 0.0, *args[5:])
             else:
                 kwargs["dropout_p"] = 0.0
-        if is_composite(func):
+        if is_composite(func) or func in BACKWARD:
             with self:  # intercept what it calls
                 return without_dispatch(func)(*args, **kwargs)
         return func(*args, **kwargs)

@@ -16,6 +16,7 @@ CAUSES = (
     "attention",
     "transforms",
     "hooks",
+    "checkpoints",
     "mixing",
     "later",
     "vision",

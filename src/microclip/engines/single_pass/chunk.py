@@ -43,6 +43,7 @@ class ChunkContributions:
         self._small: dict[str, Materialized] = {}  # the only contributions to small parameters
         self._joined: SmallParameters | None = None
         self._squares: dict[str, Tensor] = {}
+        self._has_late_segments = False
         self.to_materialize: set[str] = set()  # parameters whose gradients to materialize
         recorder.on_contribution = self.add
 
@@ -61,9 +62,13 @@ class ChunkContributions:
             self._meter.keep(contribution.nbytes)
         if last:
             self._take_norms(name, contributions)
+        else:  # a segment that is recorded late may find more uses of a parameter that was complete
+            self._squares.pop(name, None)
+            self._small.pop(name, None)
 
     def _take_norms(self, name: str, contributions: list[Contribution]) -> None:
         """Take the norms of a parameter that is complete; small parameters are done together."""
+        self._small.pop(name, None)
         only = contributions[0] if len(contributions) == 1 else None
         if isinstance(only, Materialized) and SmallParameters.takes(only, self.device):
             self._small[name] = only
@@ -74,6 +79,7 @@ class ChunkContributions:
     @torch.no_grad()
     def complete(self, recorder: Recorder) -> None:
         """Follow derived tensors back to their parameters, and take the norms that are missing."""
+        self._has_late_segments = recorder.has_late_segments
         for name in recorder.complete(self._of):
             self._squares.pop(name, None)
             self._small.pop(name, None)
@@ -134,7 +140,8 @@ class ChunkContributions:
     ) -> Iterator[Comparison]:
         """Compare a micro-batch's gradients with those of a backward pass inside the block.
 
-        Each gradient is dropped as soon as it has been compared, so that a check takes no memory.
+        Each gradient is dropped as soon as it has been compared, so that a check takes no memory;
+        not if reentrant checkpoints add to it several times.
         """
         comparison = Comparison()
         small = {} if self._joined is None else self._joined.gradients_of(microbatch)
@@ -152,10 +159,15 @@ class ChunkContributions:
         handles = [
             parameter.register_post_accumulate_grad_hook(compare(name))  # type: ignore[no-untyped-call]
             for name, parameter in parameters.items()
+            if not self._has_late_segments
         ]
         try:
             with set_aside(parameters):
                 yield comparison
+                if self._has_late_segments:
+                    for name, parameter in parameters.items():
+                        if parameter.grad is not None:
+                            comparison.add(name, mine(name), parameter.grad)
         finally:
             for handle in handles:
                 handle.remove()

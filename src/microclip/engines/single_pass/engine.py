@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.checkpoint import CheckpointError
 from typing_extensions import override
 
 from microclip.engines.base import (
@@ -29,6 +30,7 @@ from microclip.engines.gradients import (
     unscale,
 )
 from microclip.engines.randomness import DropoutDisabled, Randomness
+from microclip.engines.single_pass.checkpointing import DIFFERENT
 from microclip.engines.single_pass.chunk import ChunkContributions
 from microclip.engines.single_pass.contributions import Groups
 from microclip.engines.single_pass.handlers import HANDLERS, vmap_fallback
@@ -99,6 +101,7 @@ class Fused(Engine):
                 self._verify(loss_fn, chunk, found)
             self.record.extend(chunk, found.norms, found.means, found.losses)
             alone = final and len(chunk) == len(microbatches) == len(self.record)
+            alone = alone and not self.record.wants_domain_norms  # which need a sum for each
             if alone or not self.record.policy.rule.streams:
                 self._held.append(found.contributions)
                 self._batches.append(chunk.as_it_is)
@@ -162,6 +165,8 @@ class Fused(Engine):
                 backward(means.sum(), self.scaler)
                 contributions.complete(recorder)
             except RuntimeError as error:
+                if isinstance(error, CheckpointError):
+                    raise CannotFuseError(DIFFERENT) from error
                 for words, reason in FAILURES.items():
                     if words in str(error):
                         raise CannotFuseError(reason) from error
@@ -264,10 +269,12 @@ class Fused(Engine):
         for tried, row in enumerate(rows[:TRIES], start=1):
             now = Randomness.now(self._devices)
             watch = AutocastWatch(self.model, {device.type for device in self._devices})
-            with watch as autocast, HostReads() as reads:
+            reads = HostReads()
+            with watch as autocast:
                 batch = copied(chunk[row].batch)
                 with found.contributions.compared(order.index(row), self.parameters) as comparison:
-                    loss = chunk[row].mean(call(loss_fn, batch, chunk[row].size))
+                    with reads:
+                        loss = chunk[row].mean(call(loss_fn, batch, chunk[row].size))
                     backward(loss, self.scaler)
             suspect = comparison.suspect(autocast.seen)
             if drawn or now.moved(self._devices):

@@ -127,7 +127,7 @@ class _Collector:
         contributions = self._of.setdefault(name, [])
         contributions.append(contribution)
         derived = self._recorder.derived
-        if len(contributions) < self._recorder.expected[name]:
+        if len(contributions) < self._recorder.expected[name] or self._recorder.has_late_segments:
             return
         if name not in derived.names and not derived.may_reach(name):
             self._deliver(name)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from microclip.engines.base import CannotFuseError
+from microclip.engines.single_pass import checkpointing
 from microclip.engines.single_pass.contributions import Contribution, Groups, Materialized
 from microclip.engines.single_pass.derived import DerivedTensors
 from microclip.engines.single_pass.memory import MemoryMeter, Weight
@@ -44,6 +45,8 @@ from microclip.engines.single_pass.torch_functions import (
 )
 from microclip.engines.single_pass.tracker import Tracker
 from microclip.microbatches import axis_of
+
+REPLAYED = "made again"  # the name of derived tensors in a segment that runs again
 
 
 class Recorder(TorchFunctionMode):
@@ -89,6 +92,11 @@ class Recorder(TorchFunctionMode):
         self.is_final = False  # whether the current backward pass is that of the losses
         self.parameters = parameters
         self._meter: tuple[Any, Any] | None = None  # our own hooks
+        self.has_segments = False  # whether any part of the model is checkpointed
+        self.has_late_segments = False  # some of which are only recorded in the backward pass
+        self.is_replaying = False  # whether such a segment is running again
+        self._in_segment = False  # whether the latest function is part of one
+        self._has_other_hooks = False  # or inside other hooks on saved tensors
         self._guesses = Owners.guesses
         self.tracker = Tracker(groups.examples, model)
         self.tracker.parameters = frozenset(self.names)
@@ -110,10 +118,16 @@ class Recorder(TorchFunctionMode):
                 self.tracker.set(tensor, along if axis == 0 else Owned(axis, along.owners))
             with without_compiling(), self.tracker, self:
                 yield
-        finally:
-            for tensor in self._examples:
-                tensor.__dict__.pop(self.tracker.mark, None)
-            self.tracker.close()
+        except BaseException:
+            self._unwatch()
+            raise
+        if not self.has_segments:  # which need all marks again
+            self._unwatch()
+
+    def _unwatch(self) -> None:
+        for tensor in self._examples:
+            tensor.__dict__.pop(self.tracker.mark, None)
+        self.tracker.close()
 
     def watched(self, function: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """Return a function that is watched while it runs."""
@@ -159,6 +173,8 @@ class Recorder(TorchFunctionMode):
                         met = tensor
                         break
         if met is None or not torch.is_grad_enabled():
+            if met is not None:
+                checkpointing.prepare_reentrant(self)
             return func(*args, **kwargs) if kwargs else func(*args)
         self.tracker.trail.add((func, names.get(id(met))))
         return self.record(func, args, kwargs or {})
@@ -182,6 +198,12 @@ class Recorder(TorchFunctionMode):
                 "The single-pass engine cannot look inside torch.func transforms, but parameter "
                 f"{self.first_name((args, kwargs))!r} is used in one."
             )
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        if hooks in (None, self._meter):
+            self._in_segment = self._has_other_hooks = False
+        elif not self.is_replaying:
+            self._in_segment = checkpointing.is_segment(self, hooks)
+            self._has_other_hooks = not self._in_segment
         if self._meets_opaque((*args, *kwargs.values()) if kwargs else args):
             return self.derive(func, args, kwargs)  # refused only if a loss depends on it
         handler = self._handlers.get(func)
@@ -219,6 +241,9 @@ class Recorder(TorchFunctionMode):
 
     def derive(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Compute from parameters alone, keeping the graph back to them."""
+        if self._in_segment or self.is_replaying:
+            with checkpointing.saved_as_usual():
+                return self.derived.compute(func, args, kwargs)
         return self.derived.compute(func, args, kwargs)
 
     def name(self, tensor: Tensor | None) -> str | None:
@@ -227,7 +252,7 @@ class Recorder(TorchFunctionMode):
             return None
         found = self.names.get(id(tensor))
         if found is None and self.state(tensor) is DERIVED:
-            return self.derived.name(tensor)
+            return REPLAYED if self.is_replaying else self.derived.name(tensor)
         return found
 
     def is_recorded(self, tensor: Any) -> bool:
@@ -319,10 +344,12 @@ class Recorder(TorchFunctionMode):
 
     def expect(self, *names: str | None) -> None:
         """Count contributions that the backward pass will deliver."""
-        if torch._C._autograd._top_saved_tensors_default_hooks(False) not in (None, self._meter):
+        if self.is_replaying:  # counted the first time
+            return
+        if self._has_other_hooks:
             raise CannotFuseError(
-                "The single-pass engine cannot look inside gradient checkpointing or other hooks "
-                "on saved tensors."
+                "The single-pass engine cannot look inside hooks on saved tensors, except those "
+                "of gradient checkpointing."
             )
         for name in names:
             if name is not None:
@@ -355,8 +382,11 @@ class Recorder(TorchFunctionMode):
     def can_hook_output(self, x: Tensor) -> bool:
         """Whether autograd can differentiate a function of x, with its output hooked.
 
-        Not where x is data, since then no gradient would arrive, nor where autocast will cast it.
+        Not where x is data, since then no gradient would arrive, nor where autocast will cast it,
+        nor in a checkpointed segment, where x must not be held.
         """
+        if self._in_segment or self.is_replaying:
+            return False
         return x.requires_grad and not torch.is_autocast_enabled(x.device.type)
 
     def hook_output(self, output: Tensor, note: Callable[..., None], *inputs: Tensor) -> Tensor:
@@ -417,7 +447,7 @@ class Recorder(TorchFunctionMode):
             if tensor.grad is not None:
                 raise CannotFuseError(
                     f"Parameter {name!r} got a gradient in a way that the single-pass engine "
-                    "cannot see. Reentrant checkpointing and custom autograd functions do this."
+                    "cannot see. Custom autograd functions do this."
                 )
 
     def complete(self, contributions: dict[str, list[Contribution]]) -> list[str]:
@@ -466,6 +496,7 @@ class Recorder(TorchFunctionMode):
         """
         self.on_contribution = _ignore
         self.is_final = False
+        self._unwatch()
 
     @contextmanager
     def metered(self, meter: MemoryMeter | None) -> Iterator[None]:
