@@ -15,6 +15,8 @@ from microclip_lab.dirty_data.training import Setup
 from microclip_lab.evidence.arms import ARMS, ORACLE, PLAIN
 from microclip_lab.evidence.catalog import BY_NAME, STUDIES
 from microclip_lab.evidence.claims import CLAIMS
+from microclip_lab.evidence.command import main
+from microclip_lab.evidence.page import page
 from microclip_lab.evidence.plan import (
     HEADROOM,
     TUNING_SEEDS,
@@ -315,3 +317,51 @@ def test_cases_leave_out_what_is_undecided():
     found = cases(seen, {})
     assert [(case.rule, case.came) for case in found] == [("minnorm-4", "gain")]
     assert found[0].figures["rise_of_top_decile"] == pytest.approx(0.2)
+
+
+# ---- the page and the command
+
+
+def test_the_page_leads_with_advice_and_says_what_was_not_run():
+    errors = {
+        ORACLE: 10.0,
+        "minnorm-1": 30.0,
+        "minnorm-4": 15.0,
+        "minnorm-16": 16.0,
+        "unit-4": 12.0,
+    }
+    text = page(finished(Plan([STUDY]), errors), {})
+    order = [text.index(f"## {title}") for title in ("What to do", "Verdicts", "The evidence")]
+    assert order == sorted(order)
+    assert "Worth using where examples are bad: Unit, b = 4" in text
+    assert "Do not use: MinNorm, b = 1" in text
+    assert "Gate: **passed**" in text
+    waiting = text.split("not run yet: ")[1].split(".")[0].split(", ")
+    assert "speech-tuned" in waiting
+    assert "tuned-canaries" not in waiting
+
+
+def test_the_command_repeats_a_recorded_run(tmp_path, capsys):
+    record = run(STUDY.task, PLAIN, 100, 1e-3, "tune")
+    append(tmp_path, record)
+    with pytest.raises(SystemExit) as same:
+        main(["--rerun", "--out", str(tmp_path)])
+    assert same.value.code == 0
+    assert "the same, bit for bit" in capsys.readouterr().out
+    path = tmp_path / "tuned-canaries.jsonl"
+    path.write_text(path.read_text().replace(record.weights, "0" * 16))
+    with pytest.raises(SystemExit) as other:
+        main(["--rerun", "--out", str(tmp_path)])
+    assert other.value.code == 1
+
+
+def test_the_command_names_what_there_is_instead(tmp_path, capsys):
+    for options, hint in (
+        (["--arms", "none"], "minnorm-4"),
+        (["--tasks", "none"], "tuned-canaries"),
+        (["--workers", "0"], "--workers must be 1 or more"),
+    ):
+        with pytest.raises(SystemExit):
+            main([*options, "--out", str(tmp_path)])
+        assert hint in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())

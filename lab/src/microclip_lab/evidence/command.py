@@ -79,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         from microclip.files import write_whole
         from microclip_lab.evidence.page import page
 
-        write_whole(options.page, page(records).encode())
+        write_whole(options.page, page(records, outside_records()).encode())
         console.print(f"page: {options.page}")
         return
     arms = options.arms or (QUICK_ARMS if options.quick else None)

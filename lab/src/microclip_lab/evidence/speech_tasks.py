@@ -28,6 +28,7 @@ from microclip_lab.dirty_data.speech_tasks import (
     word_error_rate,
 )
 from microclip_lab.dirty_data.task import Data, Part, Task
+from microclip_lab.evidence.wording import percent
 from microclip_lab.speech.features import extract, make_extractor, with_noise
 from microclip_lab.speech.synthesis import ACCENTS, PITCHES, SPEAKERS, Utterance, speak
 from microclip_lab.speech.tokens import BLANK
@@ -163,7 +164,7 @@ def tuned_listener() -> nn.Module:
 
 
 def _speech(name: str, share: float, *, tuned: bool, batch_size: int = 32) -> Task:
-    what = f"{share:.0%} canaries" if share else "clean"
+    what = f"{percent(share)} canaries" if share else "clean"
     how = "fine-tuned" if tuned else "from scratch"
     many = f", {batch_size // 4} micro-batches of 4" if batch_size > 100 else ""
     return Task(

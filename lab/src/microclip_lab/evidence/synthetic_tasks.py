@@ -29,6 +29,7 @@ from microclip_lab.dirty_data.task import (
     mlp,
     squared_errors,
 )
+from microclip_lab.evidence.wording import percent
 
 TRAINING, VALIDATION, TEST = 1024, 512, 4000
 
@@ -115,8 +116,8 @@ class MovedMixture(Task):
 def _mixture_task(name: str, share: float, damage: Damage, *, tuned: bool) -> Task:
     what = {
         "none": "clean",
-        "canaries": f"{share:.0%} canaries",
-        "labels": f"{share:.0%} wrong labels",
+        "canaries": f"{percent(share)} canaries",
+        "labels": f"{percent(share)} wrong labels",
     }[damage]
     how = "fine-tuned" if tuned else "from scratch"
     start = f", pre-trained on {BEFORE:,} clean points before the centers moved" if tuned else ""
@@ -167,7 +168,9 @@ def outlier_data(seed: int, share: float, size: float) -> Data:
 
 
 def _outliers(name: str, share: float, size: float) -> Task:
-    off = f"{share:.0%} of the targets off by {size:g} standard deviations" if share else "clean"
+    off = (
+        f"{percent(share)} of the targets off by {size:g} standard deviations" if share else "clean"
+    )
     return Task(
         name=name,
         title=f"Regression, {off}",

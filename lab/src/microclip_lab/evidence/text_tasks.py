@@ -11,6 +11,7 @@ from torch import Tensor
 
 from microclip_lab.dirty_data.task import Data, Part, Task, classification, mislabeled, mlp
 from microclip_lab.evidence.minilm import HIDDEN, LastBlock, encoded
+from microclip_lab.evidence.wording import percent
 from microclip_lab.language import vader
 
 SENTENCES, VALIDATION = 1024, 1024
@@ -77,9 +78,9 @@ def rater_data(seed: int, by_one: bool, flips: float) -> Data:
 
 
 def _raters(name: str, by_one: bool, noise: float, flips: float = 0.0) -> Task:
-    said = f"labels by one rater ({noise:.0%} wrong)" if by_one else "labels by all raters"
+    said = f"labels by one rater ({percent(noise)} wrong)" if by_one else "labels by all raters"
     if flips:
-        said = f"labels by one rater, {flips:.0%} of them flipped ({noise:.0%} wrong)"
+        said = f"labels by one rater, {percent(flips)} of them flipped ({percent(noise)} wrong)"
     return classification(
         name=name,
         title=f"MiniLM on VADER, {said}",

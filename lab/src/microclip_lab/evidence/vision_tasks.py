@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from microclip_lab.dirty_data.task import Data, Part, Task, classification, mlp
+from microclip_lab.evidence.wording import percent
 from microclip_lab.training.fetch import cache_folder
 from microclip_lab.vision import cifar
 
@@ -102,7 +103,9 @@ def photo_data(seed: int, labels: str) -> Data:
 
 
 def _photos(name: str, labels: str, noise: float) -> Task:
-    said = f"human labels ({labels.split('_')[0]}, {noise:.0%} wrong)" if noise else "true labels"
+    said = (
+        f"human labels ({labels.split('_')[0]}, {percent(noise)} wrong)" if noise else "true labels"
+    )
     return classification(
         name=name,
         title=f"CIFAR-10, {said}",
