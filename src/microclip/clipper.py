@@ -49,7 +49,7 @@ from microclip.microbatches import (
     cut,
     is_empty,
 )
-from microclip.outcome import Noise, Outcome
+from microclip.outcome import Outcome
 from microclip.rules import NONFINITE, ExampleRule, MinNorm, Nonfinite, Rule, Seen
 from microclip.step import Step
 from microclip.step_predictions import StepPredictions
@@ -308,7 +308,7 @@ class Clipper:
         try:
             self._reshard()
             gradients, seen = self._result(engine, record, parameters)
-            noise = self._noise(record, gradients) if self._noise_scale else None
+            noise = self._noise(record, gradients) if self._noise_scale else {}
             notes = tuple(step.notes)
             overflowed = self._overflowed(record)
             if overflowed:
@@ -324,8 +324,8 @@ class Clipper:
                     notes += tuple(map(str, messages))
                 outcome = record.outcome(engine.name if engine else "none", notes)
                 outcome = _with_own_losses(outcome, step.loss_scales)
-                if noise is not None:
-                    outcome = replace(outcome, noise=noise)
+                if noise:
+                    outcome = replace(outcome, **noise)
                 if self._predictions is not None and outcome.example_losses is not None:
                     predictions, classes = self._predictions.take()
                     outcome = replace(outcome, predictions=predictions, classes=classes)
@@ -386,19 +386,35 @@ class Clipper:
             gradients = self._ddp.ranks.sum(record.step, gradients, parameters)
         return gradients, seen
 
-    def _noise(self, record: StepRecord, gradients: Gradients) -> Noise | None:
+    def _noise(self, record: StepRecord, gradients: Gradients) -> dict[str, Any]:
+        """Return what the outcome says about how noisy gradients are."""
         if not gradients:
-            return None
+            return {}
         each = list(gradients.values())
-        return record.noise(unscale(multitensor.norm(each, each[0].device), self.grad_scaler))
+        norm = unscale(multitensor.norm(each, each[0].device), self.grad_scaler)
+        if self._fsdp is not None:
+            found = record.noise(self._fsdp.norm_of_shards(norm))
+            return {"noise": replace(found, trace=found.trace * self._fsdp.ranks_per_row)}
+        noise: dict[str, Any] = {"noise": record.noise(norm)}
+        record.domain_norms = {
+            domain: unscale(norm, self.grad_scaler)
+            for domain, norm in record.domain_norms.items()
+            if domain is not None
+        }
+        if record.domain_norms:
+            noise["domain_noise"] = record.domain_noise()
+        return noise
 
     def _wants_noise_scale(self, asked: bool) -> bool:
         """Return whether to estimate it; refuse where that is impossible."""
         if not isinstance(asked, bool):
             raise ValueError(f"noise_scale must be True or False, but got {asked!r}.")
-        if asked and (self._fsdp is not None or self._example_rule is not None):
-            what = "sharded models" if self._fsdp is not None else "rules that weight examples"
-            raise ValueError(f"noise_scale=True is not available for {what}.")
+        if asked and self._example_rule is not None:
+            raise ValueError(
+                "noise_scale=True is not available for rules that weight examples, such as "
+                f"{self._example_rule!r}: they take one weighted backward pass, without the norms "
+                "that the estimate is made of. Measure it with rule=rules.Keep()."
+            )
         return asked
 
     def _receive_predictions(self) -> StepPredictions | None:
@@ -629,7 +645,8 @@ class Clipper:
             self._detect_ranks()
             if self._ddp is not None:  # on every rank, with or without examples
                 self._ddp.begin(self.step)
-            more = self._ranks, self._predictions
+            by_domain = self._noise_scale and self._ranks is None and self._fsdp is None
+            more = self._ranks, self._predictions, by_domain and self.policy.rule.streams
             self._open = Step(self.step, self.policy, self._selector, *more)
             if self._example_rule is not None and self._ids is not None:
                 self._examples = ExampleStep(self._example_rule, self._ids, self.step)

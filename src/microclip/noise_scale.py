@@ -6,12 +6,13 @@ Knows outcomes; nothing of models.
 from __future__ import annotations
 
 import math
+from collections.abc import Hashable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from microclip.outcome import Outcome
+from microclip.outcome import Noise, Outcome
 
 
 class NoiseScale:
@@ -38,12 +39,14 @@ class NoiseScale:
     Args:
         decay: How much of the average stays at each step; 0.99 averages over about 100 steps. The
             two estimates are averaged, not their ratio, which would be biased.
+        domain: Average that of one domain; steps without it do not count. None: of all examples,
+            where differences between domains count as noise.
     """
 
-    def __init__(self, decay: float = 0.99) -> None:
+    def __init__(self, decay: float = 0.99, *, domain: Hashable = None) -> None:
         if not 0 <= decay < 1:
             raise ValueError(f"decay must be at least 0 and below 1, but got {decay!r}.")
-        self.decay = decay
+        self.decay, self.domain = decay, domain
         self._average: Tensor | None = None  # of trace and squared norm; not divided by its weight
 
     def update(self, outcome: Outcome) -> None:
@@ -53,10 +56,24 @@ class NoiseScale:
             raise ValueError(
                 "The outcome has no noise estimate: create the Clipper with noise_scale=True."
             )
+        if self.domain is not None:
+            noise = self._of_domain(outcome)
+        if noise is None:
+            return
         found = torch.stack([noise.trace, noise.squared_norm])
         before = torch.zeros_like(found) if self._average is None else self._average.to(found)
         after = self.decay * before + (1 - self.decay) * found
         self._average = torch.where(found.isfinite().all(), after, before)
+
+    def _of_domain(self, outcome: Outcome) -> Noise | None:
+        if outcome.domain_noise is not None:
+            return outcome.domain_noise.get(self.domain)
+        raise ValueError(
+            f"The noise scale of the domain {self.domain!r} alone is not known: this step had no "
+            "domains= or several ranks, or its rule needs all norms before it weights any gradient "
+            "(Median, Quantile). Use NoiseScale() for all domains together, or measure it in a "
+            "single process with rule=rules.Keep()."
+        )
 
     @property
     def scale(self) -> Tensor:

@@ -60,6 +60,7 @@ class Outcome:
     notes: tuple[str, ...] = ()  # remarks on this step for the user
     example_weights: Tensor | None = None  # in the order of `ids`, if the rule weights examples
     noise: Noise | None = None  # of all ranks, if the Clipper was asked for it
+    domain_noise: dict[Hashable, Noise] | None = None  # of each domain, where that is known
     # what loss_fn recorded with `Ledger.record_predictions`, in the order of `ids`: rows for label,
     # its probability, likeliest other class, its probability; NaN where unknown
     predictions: Tensor | None = None
@@ -85,6 +86,16 @@ class Outcome:
         That of a single step is very noisy: `microclip.NoiseScale` averages.
         """
         return None if self.noise is None else self.noise.scale
+
+    @property
+    def noise_scales(self) -> dict[Hashable, Tensor] | None:
+        """The gradient noise scale of each domain; None if it is not known.
+
+        Known in a single process, for models that are not sharded and rules that stream.
+        """
+        if self.domain_noise is None:
+            return None
+        return {domain: noise.scale for domain, noise in self.domain_noise.items()}
 
     @property
     def mean_weight(self) -> Tensor:

@@ -36,6 +36,7 @@ class Step:
         selector: EngineSelector,
         ranks: Ranks | None,
         predictions: StepPredictions | None = None,
+        wants_domain_norms: bool = False,
     ) -> None:
         self.number = number
         self.policy = policy
@@ -47,6 +48,7 @@ class Step:
         self._model: nn.Module = selector.model
         self._ranks = ranks
         self._predictions = predictions  # None: nobody records them
+        self._wants_domain_norms = wants_domain_norms
         self.record = self._new_record()
 
     def note_size(self, examples: int, final: bool) -> None:
@@ -98,6 +100,7 @@ class Step:
 
     def _new_record(self) -> StepRecord:
         record = StepRecord(self.policy, self.number, self._ranks)
+        record.wants_domain_norms = self._wants_domain_norms
         if self._predictions is not None:
             self._predictions.start()
             record.on_examples = self._predictions.accept

@@ -73,7 +73,7 @@ def test_of_clipped_gradients():
     torch.testing.assert_close(clipped.scale, unit.scale)
 
 
-def test_domains_count_together():
+def test_all_domains_together():
     whole = noise_of(POPULATION, 1)
     model = Dot()
     clipper = Clipper(model, 1, rule=rules.Keep(), noise_scale=True)
@@ -184,3 +184,103 @@ def test_several_ranks(tmp_path):
 
 def test_exported():
     assert microclip.NoiseScale is NoiseScale
+
+
+class TestDomains:
+    """Each domain has the noise scale that it has alone."""
+
+    BATCH = torch.cat([POPULATION, 2 * POPULATION[:2], POPULATION.flip(1)])
+    DOMAINS = ("b", "b", "a", "a", "b", "a", "b", "b")
+
+    def run(self, domains=DOMAINS, size=1, **options):
+        model = Dot()
+        options = {"rule": rules.Keep(), "noise_scale": True, **options}
+        return Clipper(model, size, **options).backward(model, self.BATCH, domains=domains)
+
+    @pytest.mark.parametrize("rule", [rules.Keep(), rules.MinNorm()])
+    @pytest.mark.parametrize("size", [1, 2])
+    @pytest.mark.parametrize("engine", ["stream", "fused", "auto"])
+    def test_as_if_alone(self, engine, size, rule):
+        outcome = self.run(size=size, engine=engine, rule=rule)
+        for domain in "ab":
+            rows = [row for row, name in enumerate(self.DOMAINS) if name == domain]
+            alone = noise_of(self.BATCH[rows], size, rule=rule, engine="stream")
+            found = outcome.domain_noise[domain]
+            torch.testing.assert_close(found.trace, alone.trace)
+            torch.testing.assert_close(found.squared_norm, alone.squared_norm)
+            torch.testing.assert_close(outcome.noise_scales[domain], alone.scale)
+
+    def test_of_chunks_in_any_order(self):
+        model = Dot()
+        clipper = Clipper(model, 1, rule=rules.Keep(), noise_scale=True)
+        for rows in ([0, 2, 4], [5, 1], [3, 6, 7]):
+            clipper.fold(model, self.BATCH[rows], domains=[self.DOMAINS[row] for row in rows])
+        whole, found = self.run().domain_noise, clipper.finish().domain_noise
+        for domain in "ab":
+            torch.testing.assert_close(found[domain].trace, whole[domain].trace)
+
+    def test_the_gradient_is_the_same(self):
+        gradients = []
+        for noise in (False, True):
+            model = Dot()
+            clipper = Clipper(model, 2, engine="fused", noise_scale=noise)
+            clipper.backward(model, self.BATCH, domains=self.DOMAINS)
+            gradients.append(model.weight.grad)
+        torch.testing.assert_close(*gradients)
+
+    def test_loss_scaling_does_not_matter(self):
+        torch.manual_seed(0)
+        model, x = nn.Linear(2, 1), self.BATCH.float()
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        found = [
+            Clipper(model, 1, rule=rules.Keep(), grad_scaler=s, noise_scale=True)
+            .backward(lambda x: model(x).square().mean(1), x, domains=self.DOMAINS)
+            .noise_scales["a"]
+            for s in (None, scaler)
+        ]
+        torch.testing.assert_close(found[0], found[1], rtol=1e-5, atol=0)
+
+    def test_averages(self):
+        noise, other = NoiseScale(domain="a"), NoiseScale(domain="not there")
+        outcome = self.run()
+        noise.update(outcome)
+        other.update(outcome)
+        torch.testing.assert_close(noise.scale, outcome.noise_scales["a"])
+        assert torch.isnan(other.scale)
+
+    @pytest.mark.parametrize("options", [{"domains": None}, {"rule": rules.Median()}])
+    def test_where_it_is_not_known(self, options):
+        outcome = self.run(**options)
+        assert outcome.noise_scales is None
+        with pytest.raises(ValueError, match="of the domain 'a' alone is not known"):
+            NoiseScale(domain="a").update(outcome)
+
+
+def shard(rank, scope):
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    model = fully_shard(nn.Linear(3, 2).double())
+    draw = torch.Generator().manual_seed(1)
+    x = torch.randn(8, 3, generator=draw, dtype=torch.float64)
+    # with scope="world", a micro-batch has rows of both ranks
+    mine = [slice(0, 4), slice(4, 8)][rank]
+    clipper = Clipper(model, 1, rule=rules.Keep(), noise_scale=True, scope=scope)
+    noise = clipper.backward(lambda x: model(x).square().mean(1), x[mine]).noise
+    return noise.trace.item(), noise.squared_norm.item()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("scope", ["rank", "world"])
+def test_sharded_models(tmp_path, scope):
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2).double()
+    draw = torch.Generator().manual_seed(1)
+    x = torch.randn(8, 3, generator=draw, dtype=torch.float64)
+    size = 1 if scope == "rank" else 2
+    order = torch.arange(8) if scope == "rank" else torch.tensor([0, 4, 1, 5, 2, 6, 3, 7])
+    clipper = Clipper(model, size, rule=rules.Keep(), engine="stream", noise_scale=True)
+    whole = clipper.backward(lambda x: model(x).square().mean(1), x[order]).noise
+    for trace, squared in processes.run(shard, 2, tmp_path, scope):
+        assert trace == pytest.approx(whole.trace.item())
+        assert squared == pytest.approx(whole.squared_norm.item())

@@ -82,6 +82,17 @@ class Fsdp:
         """The ranks to exchange norms with; with scope="world" every rank has them already."""
         return self.ranks if self._scope == "rank" else None
 
+    @property
+    def ranks_per_row(self) -> int:
+        """How many ranks a row of the record stands for, with the examples of one of them."""
+        return 1 if self._scope == "rank" else self.ranks.count
+
+    def norm_of_shards(self, norm: Tensor) -> Tensor:
+        """Return the norm of a whole gradient, given that of this rank's shards of it."""
+        square = norm.square()
+        dist.all_reduce(square, group=self.ranks.group)
+        return square.sqrt()
+
     def make(self, name: str, record: StepRecord, scaler: GradScaler | None) -> Engine:
         """Return the engine for one step; there is one for each scope."""
         engine = WorldScope if self._scope == "world" else RankScope
@@ -344,9 +355,7 @@ class WorldScope(Stream):
     def norm(self, gradients: Gradients) -> Tensor:
         """Return the norm over the shards of all ranks."""
         self._fsdp.note_unused(self.parameters, gradients)
-        square = super().norm(gradients).square()
-        dist.all_reduce(square, group=self._ranks.group)
-        return square.sqrt()
+        return self._fsdp.norm_of_shards(super().norm(gradients))
 
 
 def _mesh(model: nn.Module) -> Any:

@@ -72,6 +72,8 @@ class StepRecord:
         self._sizes_of: dict[Hashable, Tensor] = {}
         self.left_out: list[int] = []
         self.on_loss: Callable[[Tensor, int], None] = _ignore  # called with losses and their graphs
+        self.wants_domain_norms = False  # whether engines note the norm of each domain's sum
+        self.domain_norms: dict[Hashable, Tensor] = {}  # |sum_j size_j w_j g_j|, if they did
         # called with the losses of the examples of what was added, and how many there are
         self.on_examples: Callable[[Tensor | None, int], None] = _ignore
 
@@ -328,15 +330,25 @@ class StepRecord:
 
         Every domain must be complete by now.
         """
-        parts = []
-        for name in self._names():
-            norms, sizes = self._norms_and_sizes(name)
-            found = self._weighting(name)
-            counts = (sizes > 0) & ~found.skipped  # those of size 0 are padding
-            squares = torch.where(counts, sizes * (found.weights * norms).square(), 0.0)
-            parts.append(torch.stack([squares.sum(), counts.sum(), (sizes * counts).sum()]))
+        parts = [self._energy(name) for name in self._names()]
         energy, count, total = torch.stack(parts).sum(0).to(norm.device, norm.dtype)
         return Noise.estimate(energy, count, total, norm * self.divisor().to(norm) / total)
+
+    def domain_noise(self) -> dict[Hashable, Noise]:
+        """Return the same for each domain whose sum is known; norms must be unscaled by now."""
+        found = {}
+        for domain, norm in self.domain_norms.items():
+            energy, count, total = self._energy(domain).to(norm.device, norm.dtype)
+            found[domain] = Noise.estimate(energy, count, total, norm / total)
+        return found
+
+    def _energy(self, name: Hashable) -> Tensor:
+        """Return sum_j size_j |w_j g_j|^2 of a domain, how many count, and their sizes."""
+        norms, sizes = self._norms_and_sizes(name)
+        found = self._weighting(name)
+        counts = (sizes > 0) & ~found.skipped  # those of size 0 are padding
+        squares = torch.where(counts, sizes * (found.weights * norms).square(), 0.0)
+        return torch.stack([squares.sum(), counts.sum(), (sizes * counts).sum()])
 
     def update_rule(self) -> None:
         """Show the norms of the finished step to a rule that carries state."""

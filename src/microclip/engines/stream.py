@@ -167,6 +167,7 @@ class Sums:
         if self._record.waits:
             return
         multiplier = self._multiplier(domain)
+        self._note_norm(domain, multiplier)
         add_multiple(self._closed, self._open.pop(domain).gradients, multiplier)
 
     @torch.no_grad()
@@ -176,6 +177,7 @@ class Sums:
         divisor = self._record.divisor()
         domain, last = next(reversed(self._open.items()))
         multiplier = self._multiplier(domain)
+        self._note_norm(domain, multiplier)
         del self._open[domain]
         for other in list(self._open):
             self.close(other)
@@ -183,6 +185,13 @@ class Sums:
         # with one domain nothing was closed before, and one multiplication is all there is
         add_multiple(last.gradients, self._closed, 1 / divisor)
         return last.gradients
+
+    def _note_norm(self, domain: Hashable, multiplier: Tensor) -> None:
+        """Note the norm of a domain's sum, if somebody wants to know."""
+        gradients = list(self._open[domain].gradients.values())
+        if self._record.wants_domain_norms and gradients:
+            norm = multitensor.norm(gradients, gradients[0].device)
+            self._record.domain_norms[domain] = norm * multiplier.to(norm)
 
     def _multiplier(self, domain: Hashable) -> Tensor:
         """Return weight x size of the domain's reference (0: nothing counts)."""
