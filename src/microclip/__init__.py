@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from microclip.outcome import Outcome
     from microclip.probing import ProbeEvery, probe
     from microclip.review import read_review
-    from microclip.step_spikes import spikes
+    from microclip.step_spikes import replay, spikes
     from microclip.trackers import Tracker, track
 
 __version__ = "0.1.0.dev1"
@@ -32,6 +32,7 @@ __all__ = [
     "ledger",
     "probe",
     "read_review",
+    "replay",
     "report",
     "rules",
     "spikes",
@@ -55,6 +56,7 @@ _LAZY = {
     "ledger": ("microclip.ledger", None),
     "probe": ("microclip.probing", "probe"),
     "read_review": ("microclip.review", "read_review"),
+    "replay": ("microclip.step_spikes", "replay"),
     "report": ("microclip.report", None),
     "rules": ("microclip.rules", None),
     "spikes": ("microclip.step_spikes", "spikes"),

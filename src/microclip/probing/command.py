@@ -85,8 +85,8 @@ def run(config: ProbeConfig) -> Probe:
     return found
 
 
-def find_task(name: str) -> tuple[Any, Any, Any]:
-    """Call module:function; the module may be in the current folder."""
+def find_task(name: str, returns: str = "(model, loss_fn, batches)") -> tuple[Any, Any, Any]:
+    """Call module:function, which returns three things; it may be in the current folder."""
     module_name, _, function_name = name.partition(":")
     folder = str(Path.cwd())
     if folder not in sys.path:
@@ -106,13 +106,11 @@ def find_task(name: str) -> tuple[Any, Any, Any]:
     if not _takes_no_arguments(function):
         raise ValueError(
             f"{name} is called without arguments, but needs some. Give them default values, or "
-            "name a function that returns (model, loss_fn, batches) without any."
+            f"name a function that returns {returns} without any."
         )
     made = function()
     if not isinstance(made, tuple) or len(made) != 3:
-        raise ValueError(
-            f"{name} must return (model, loss_fn, batches), but returned a {type(made).__name__}."
-        )
+        raise ValueError(f"{name} must return {returns}, but returned a {type(made).__name__}.")
     return made
 
 

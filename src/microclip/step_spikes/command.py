@@ -22,6 +22,10 @@ class SpikesConfig:
     The worst:  microclip spikes runs/first
 
     All rows of the worst 50, for a spreadsheet:  microclip spikes runs/first --most 50 --csv a.csv
+
+    Run the worst step again, or another one, with a function last in tasks.py, in the current
+    folder, that returns (model, loss_fn, dataset), the model in the state before that step:
+      microclip spikes runs/first --replay tasks:last --step 412
     """
 
     run: Path
@@ -36,6 +40,14 @@ class SpikesConfig:
     """A step is compared with this many before it."""
     threshold: float = 5.0
     """It stands out if it lies this many robust standard deviations above them."""
+    replay: str | None = None
+    """Run a step again: a function that returns (model, loss_fn, dataset), as module:function."""
+    step: int | None = None
+    """The step to run again; by default the first of the worst spike."""
+
+    def __post_init__(self) -> None:
+        if self.step is not None and self.replay is None:
+            raise ValueError(f"--step {self.step} says which step to run again with --replay.")
 
 
 def run(config: SpikesConfig) -> Spikes:
@@ -51,9 +63,10 @@ def run(config: SpikesConfig) -> Spikes:
 
     inside = config.run / "ledger"
     is_run = inside.is_dir() and not (config.run / "ledger.json").exists()
+    ledger = inside if is_run else config.run
     try:
         found = spikes(
-            inside if is_run else config.run,
+            ledger,
             window=config.window,
             threshold=config.threshold,
             most=config.most,
@@ -74,7 +87,24 @@ def run(config: SpikesConfig) -> Spikes:
         say(f"\n{note}")
     if config.csv is not None:
         say(f"\nrows: {config.csv}")
+    if config.replay is not None:
+        say(f"\n{_replayed(config, config.replay, ledger, found)}")
     return found
+
+
+def _replayed(config: SpikesConfig, task: str, ledger: Path, found: Spikes) -> str:
+    """Run a step again, and return what is to be printed."""
+    from microclip.probing.command import find_task
+    from microclip.step_spikes.replay import replay
+
+    step = found[0].step if config.step is None and len(found) else config.step
+    try:
+        if step is None:
+            raise ValueError("There is no spike to run again: name a step, --step 412.")
+        model, loss_fn, dataset = find_task(task, "(model, loss_fn, dataset)")
+        return str(replay(ledger, step, model, loss_fn, dataset))
+    except (ImportError, ValueError, TypeError, NotImplementedError) as error:
+        raise SystemExit(f"microclip: {error}") from error
 
 
 def _heading(spike: Spike) -> str:

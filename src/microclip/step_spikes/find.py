@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from microclip.draggers.result import PathLike, write_csv
-from microclip.draggers.source import LedgerLike, Source, column, whole_steps
-from microclip.draggers.statistics import Numbers, Values
+from microclip.draggers.source import LedgerLike, Source
+from microclip.draggers.statistics import Values
+from microclip.step_spikes.rows import examples_of, shares
 from microclip.step_spikes.series import FEWEST, StepSeries, read_series, stand_out
 
 NEAR = 1  # spikes at most this many recorded steps apart are one
@@ -121,7 +121,7 @@ def spikes(
     scores = np.maximum(loss_scores, norm_scores)
     events = _events(scores, threshold)
     events = sorted(events, key=lambda event: (-scores[event[0]], event[0]))[:most]
-    examples = _examples_of(source, series.steps[[first for first, _ in events]])
+    examples = examples_of(source, series.steps[[first for first, _ in events]])
     found = []
     for first, last in events:
         step = int(series.steps[first])
@@ -165,51 +165,16 @@ def _events(scores: Values, threshold: float) -> list[tuple[int, int]]:
     return found
 
 
-def _examples_of(source: Source, steps: Numbers) -> dict[int, dict[str, Any]]:
-    """Return ids, losses, and sizes and norms of their micro-batches, for some steps."""
-    found: dict[int, dict[str, Any]] = {}
-    wanted = pa.array(steps)
-    columns = ("step", "rank", "microbatch", "ids", "size", "norm", "loss")
-    for table in whole_steps(source.microbatches, columns):
-        table = table.filter(pc.is_in(table["step"], value_set=wanted))
-        for step in pc.unique(table["step"]).to_pylist():
-            rows = table.filter(pc.equal(table["step"], step)).combine_chunks()
-            rows = rows.sort_by([("rank", "ascending"), ("microbatch", "ascending")])
-            sizes = rows["size"].to_numpy().astype(np.int64)
-            ids = column(rows, "ids").flatten()
-            found[step] = {
-                "id": ids.cast(pa.int64()) if source.integers else ids,
-                "of": np.repeat(np.arange(len(rows)), sizes),
-                "sizes": sizes,
-                "norms": pc.fill_null(rows["norm"], np.nan).to_numpy(),
-                "losses": None,
-            }
-    for table in whole_steps(source.examples, ("step", "rank", "microbatch", "loss")):
-        table = table.filter(pc.is_in(table["step"], value_set=wanted))
-        for step in pc.unique(table["step"]).to_pylist():
-            rows = table.filter(pc.equal(table["step"], step)).combine_chunks()
-            rows = _in_order(rows)
-            if len(rows) == len(found[step]["of"]):
-                found[step]["losses"] = rows["loss"].to_numpy().astype(np.float64)
-    return found
-
-
-def _in_order(rows: pa.Table) -> pa.Table:
-    """Sort by rank and micro-batch; within one, rows stay in their order."""
-    keys = rows["rank"].to_numpy(), rows["microbatch"].to_numpy()
-    return rows.take(pa.array(np.lexsort(keys[::-1])))
-
-
 def _ranked(step: dict[str, Any], by_norm: bool) -> pa.Table:
     """Return the rows of a step, ranked by the larger of their shares."""
     count = len(step["of"])
     losses = np.full(count, np.nan) if step["losses"] is None else step["losses"]
-    loss_share = np.full(count, np.nan) if step["losses"] is None else _shares(losses)
+    loss_share = np.full(count, np.nan) if step["losses"] is None else shares(losses)
     norms, sizes = step["norms"], step["sizes"]
     energy_share = np.full(count, np.nan)
     if by_norm:
         largest = np.max(norms, initial=np.finfo(np.float64).tiny, where=np.isfinite(norms))
-        energy_share = (_shares(np.square(norms / largest) * sizes) / sizes)[step["of"]]
+        energy_share = (shares(np.square(norms / largest) * sizes) / sizes)[step["of"]]
     score = np.fmax(np.nan_to_num(loss_share), np.nan_to_num(energy_share))
     order = np.lexsort((np.arange(count), -score))
     table = pa.table(
@@ -223,20 +188,6 @@ def _ranked(step: dict[str, Any], by_norm: bool) -> pa.Table:
         }
     )
     return table.take(pa.array(order))
-
-
-def _shares(values: Values) -> Values:
-    """Return the share of each value in the total; values that are not finite share everything."""
-    finite = np.isfinite(values)
-    if not finite.all():
-        broken: Values = (~finite) / (~finite).sum()
-        return broken
-    values = values - min(float(values.min(initial=0.0)), 0.0)
-    largest = float(values.max(initial=0.0))
-    if largest == 0:
-        return np.full(len(values), 1 / max(len(values), 1))
-    found: Values = values / values.sum()
-    return found
 
 
 def _note(rows: pa.Table, step: int) -> str:
