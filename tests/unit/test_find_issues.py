@@ -13,6 +13,7 @@ from torch.nn import functional as F
 import microclip
 from microclip import Clipper, Ledger, cli, find_issues
 from microclip.issues import KINDS, mixture
+from microclip.issues.votes import Votes
 
 CLASSES = 10
 
@@ -131,6 +132,40 @@ class TestDigits:
         found = find_issues(train(tmp_path, digits(0.0, seed=5)))
         assert found.flagged_count < 20
         assert found.wrong < 40
+
+    def test_clean_data_by_losses_alone(self, tmp_path):
+        """Hard is not wrong: hardly any example is worse off than at the start."""
+        found = find_issues(train(tmp_path, digits(0.0, seed=5), logits=False))
+        assert found.flagged_count < 20
+        assert found.wrong < 40
+
+    @pytest.mark.parametrize("logits", [True, False])
+    def test_right_and_wrong_that_overlap(self, tmp_path, logits):
+        """Noisy images: few stand out, but their number is still about right."""
+        data = digits(0.2, seed=12)
+        data.x += 0.45 * torch.randn(data.x.shape)
+        found = find_issues(train(tmp_path, data, epochs=8, logits=logits))
+        flagged, probability = sorted_columns(found, "flagged", "probability")
+        assert 0.6 < found.wrong / data.wrong.sum() < 1.5, found
+        assert found.interval[0] <= data.wrong.sum() <= found.interval[1], found
+        assert probability.sum() == pytest.approx(found.wrong, abs=1)
+        assert calibration_error(probability, data.wrong) < 0.15
+        assert data.wrong[flagged].mean() > 0.6
+        ordered = found.table["probability"].to_pylist()
+        assert ordered == sorted(ordered, reverse=True)
+
+    def test_huge_losses_at_the_start_do_not_matter(self, tmp_path):
+        """As with CTC, whose losses fall tenfold within the first epochs."""
+        draw, wrong = np.random.default_rng(0), np.arange(200) < 20
+        with Ledger(tmp_path) as ledger:
+            for epoch in range(30):
+                learned = np.where(wrong, 5.0, 0.3) if epoch > 2 else 6.0
+                mean = draw.uniform(0, 600, 200) if epoch == 0 else learned
+                losses = mean * draw.uniform(0.5, 2.0, 200)
+                for rows in np.split(draw.permutation(200), 10):
+                    ledger.record(rows, losses[rows])
+        found = find_issues(tmp_path)
+        assert set(found.ids()) == set(range(20))
 
     def test_a_clipper_that_keeps_the_gradient(self, tmp_path):
         data = digits(0.2, seed=6, count=400)
@@ -462,6 +497,57 @@ class TestMixture:
         found, _ = mixture.fit(values, mixture.Bounds(-np.inf, mirrored=False))
         assert (np.diff(found.probability(np.linspace(-9, 9, 50))) >= 0).all()
         assert np.isnan(found.probability(np.array([np.nan]))).all()
+
+    @pytest.mark.parametrize("share", [0.02, 0.2, 0.45])
+    def test_a_share_that_is_known(self, share):
+        draw = np.random.default_rng(0)
+        wrong = draw.random(4000) < share
+        for apart in (1.0, 3.0):
+            values = draw.normal(apart * wrong, 1.0)
+            found = mixture.fit_share(values, share)
+            probability = found.probability(values)
+            assert probability.mean() == pytest.approx(share, rel=0.02)
+            assert found.separation == pytest.approx(apart, abs=1.2)
+            assert calibration_error(probability, wrong) < 0.05
+
+
+class TestVotes:
+    def votes(self, *rows):
+        found = Votes()
+        examples, classes, probabilities = (np.array(x) for x in zip(*rows, strict=True))
+        found.add(examples, classes, probabilities)
+        return found
+
+    def test_winners(self):
+        votes = self.votes((0, 3, 0.2), (0, 5, 0.3), (0, 3, 0.4), (2, 1, 0.5))
+        chosen, shares = votes.winners(3)
+        assert chosen.tolist() == [3, -1, 1]
+        assert shares == pytest.approx([2 / 3, np.nan, 1.0], nan_ok=True)
+
+    def test_contested(self):
+        """Class 0 usually has (0.9 + 0.7 + 0.2) / 3 = 0.6, class 1 has 0.8."""
+        votes = self.votes(
+            *((0, 0, 0.9), (0, 1, 0.1), (1, 0, 0.7), (1, 1, 0.3), (2, 0, 0.2), (2, 1, 0.8)),
+            *((3, 1, 0.8), (3, 0, 0.2)),
+        )
+        labels, visits = np.array([0, 0, 0, 1]), np.ones(4, dtype=np.int64)
+        assert votes.contested(labels, visits) == pytest.approx(1 / 4)
+        twice = self.votes((0, 0, 0.6), (0, 0, 0.8), (1, 0, 0.7))
+        assert twice.contested(np.array([0, 0, -1]), np.array([2, 1, 0])) == 0
+
+    def test_what_is_unsure_counts_in_proportion(self):
+        """Of four with label 0, one is confident of it, one of class 1, two of nothing."""
+        votes = self.votes(
+            *((0, 0, 1.0), (1, 0, 0.0), (1, 1, 0.9), (2, 0, 0.3), (3, 0, 0.3)),
+            *((4, 1, 0.9), (5, 1, 0.9)),
+        )
+        labels = np.array([0, 0, 0, 0, 1, 1])
+        assert votes.contested(labels, np.ones(6, dtype=np.int64)) == pytest.approx(2 / 6)
+
+    def test_no_labels(self):
+        votes = self.votes((0, 1, 0.5))
+        assert np.isnan(votes.contested(np.array([-1]), np.array([1])))
+        assert np.isnan(Votes().contested(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)))
 
 
 class TestCommand:

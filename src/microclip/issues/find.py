@@ -16,7 +16,6 @@ from microclip.draggers.scoring import are_positions
 from microclip.draggers.source import LedgerLike, Source
 from microclip.draggers.statistics import Numbers, Values
 from microclip.issues.history import UNKNOWN, History, read_history
-from microclip.issues.mixture import Bounds, fit
 from microclip.issues.result import (
     FORGOTTEN,
     KINDS,
@@ -26,6 +25,7 @@ from microclip.issues.result import (
     WRONG_LABEL,
     Issues,
 )
+from microclip.issues.share import estimate
 from microclip.ledger import Ledger, Record, open_ledger
 
 FEWEST = 20  # examples; fewer say nothing about what is usual
@@ -33,7 +33,6 @@ FEW_VISITS = 4
 AGREED = 0.5  # of the votes of other classes; with fewer for any of them, it is an outlier
 OFTEN = 3  # times forgotten
 OFTEN_SHARE = 0.2  # of its visits
-CLEAR = 3.3  # standard deviations between right and wrong; below, the count is a guess
 
 Labels = Mapping[Any, int] | Sequence[int]
 Flags = npt.NDArray[np.bool_]
@@ -163,20 +162,16 @@ def _judge(evidence: Evidence, history: History, classes: int | None, threshold:
             "seen once, never had a finite loss, or are alone in their class. "
             f"{FEWEST} are needed."
         )
-    mixture, shares = fit(numbers, Bounds(history.floor, history.mirrored))
+    found = estimate(history, judged)
     probability = np.full(len(evidence), np.nan)
-    probability[judged] = mixture.probability(numbers)
+    probability[judged] = found.probability
     certain = not_finite | outside
     probability[certain] = 1.0
     flagged = np.nan_to_num(probability) >= threshold
     extra = float(certain.sum())
     wrong = float(np.nansum(probability))
-    low, high = (share * len(numbers) + extra for share in shares)
-    clear = mixture.separation >= CLEAR
-    against = int(np.nansum(history.early[judged] > 0))
-    if not clear and against > high:  # all that the model disagreed with while it learned
-        high = float(against) + extra
-    table = _tabulate(evidence, history, probability, flagged, not_finite, classes)
+    low, high = (share * len(numbers) + extra for share in (found.low, found.high))
+    table = _tabulate(evidence, history, probability, found.order, flagged, not_finite, classes)
     notes = _notes(history, judged, wrong, high, rare, int((~judged & ~certain & ~rare).sum()))
     interval = (int(min(low, wrong)), int(np.ceil(max(high, wrong))))
     return Issues(
@@ -196,6 +191,7 @@ def _tabulate(
     evidence: Evidence,
     history: History,
     probability: Values,
+    order: Values,
     flagged: Flags,
     not_finite: Flags,
     classes: int | None,
@@ -225,12 +221,12 @@ def _tabulate(
     keys = {
         "certain": pa.array(probability == 1.0),
         "unknown": pa.array(np.isnan(probability)),
-        "number": _array(history.numbers),
+        "number": _array(order),
         "id": evidence.index.ids,
     }
     ways = ("descending", "ascending", "descending", "ascending")
-    order = pc.sort_indices(pa.table(keys), sort_keys=list(zip(keys, ways, strict=True)))
-    table = pa.table(columns).take(order)
+    places = pc.sort_indices(pa.table(keys), sort_keys=list(zip(keys, ways, strict=True)))
+    table = pa.table(columns).take(places)
     usual = float(np.nanmedian(evidence.loss.mean))
     return table.append_column("evidence", _evidence(table, usual, classes))
 

@@ -3,13 +3,14 @@
 | recorded | the number, higher for wrong labels |
 | --- | --- |
 | predictions and labels, of most | mean over visits of log(p of likeliest other / p of label) |
-| losses above 0 | logarithm of the mean loss |
+| losses above 0 | logarithm of the mean loss, without the first tenth of the steps |
 | losses of any sign | mean loss above the median of the step |
 
 The first is the area under the margin: over a whole run, examples that are right have more support
-from the others than those that are wrong, even if the model learns both in the end. A visit counts
-as *learned* if the label was the likeliest class or, without predictions, if the loss was below
-half of the typical one at the start. Knows nothing about verdicts.
+from the others than those that are wrong, even if the model learns both in the end. The losses of
+the first steps are left out because they may be ten times as large and mean nothing yet. A visit
+counts as *learned* if the label was the likeliest class or, without predictions, if the loss was
+below half of the typical one at the start. Knows nothing about verdicts.
 """
 
 from __future__ import annotations
@@ -24,12 +25,14 @@ import pyarrow.compute as pc
 from microclip.draggers.evidence import Evidence
 from microclip.draggers.source import Source, column, whole_steps
 from microclip.draggers.statistics import Numbers, Series, Values, medians
+from microclip.issues.votes import Votes
 from microclip.ledger.tables import PREDICTIONS
 
 LARGEST = float(np.log(1e9))  # of a margin: no single visit may decide everything
 Flags = npt.NDArray[np.bool_]
 
 START = 0.1  # of the steps: the loss at the start is their median
+LATE = 2  # the last third of the run
 UNKNOWN = -1
 
 
@@ -39,6 +42,11 @@ class History:
 
     numbers: Values  # NaN: cannot be judged
     early: Values  # the same over the first third of the run, for margins; else NaN
+    unlikely: Values  # the margin plus -log(p of label), mean over visits; NaN without predictions
+    start: float  # the loss at the start of the run
+    loss: Values  # the mean loss after the start
+    late_loss: Values  # the mean loss over the last third of the run
+    contested: float  # the share of labels that predictions contest at the end; see `votes`
     floor: float  # the number of wrong examples is at least this, on average
     mirrored: bool  # whether 0 means undecided, so that right and wrong lie on its two sides
     labels: Numbers  # UNKNOWN: not recorded, or none of the classes
@@ -58,14 +66,18 @@ def read_history(
     """Read a ledger; `given` are labels of examples that the ledger does not know itself."""
     start = _loss_at_the_start(source)
     gathered = _Gatherer(len(evidence), classes, given, start / 2)
+    begins = _end_of_the_start(source)
     for table in whole_steps(source.examples, ("step", "id", "loss", *PREDICTIONS)):
         examples = evidence.index.look_up(column(table, "id"))
-        gathered.add(examples, source.thirds(table["step"].to_numpy()), table)
+        steps = table["step"].to_numpy()
+        gathered.add(examples, source.thirds(steps), steps >= begins, table)
     margins = gathered.margins.finish(len(evidence))
+    after = gathered.losses.finish(len(evidence)).mean
+    loss = np.where(np.isnan(after), evidence.loss.mean, after)
     if np.mean(margins.counts > 0) > 0.5:
         numbers, floor, statistic = margins.mean, 0.0, "margin"
-    elif float(np.nanmin(evidence.loss.mean, initial=np.inf)) > 0:
-        numbers, statistic = np.log(evidence.loss.mean), "loss"
+    elif float(np.nanmin(loss, initial=np.inf)) > 0:
+        numbers, statistic = np.log(loss), "loss"
         floor = float(np.log(start / 2)) if start > 0 else -np.inf
     else:
         numbers, floor, statistic = evidence.excess.mean.copy(), -np.inf, "excess"
@@ -73,10 +85,16 @@ def read_history(
         # losses of different tasks are not comparable
         middle = float(np.nanmedian(numbers))
         numbers = numbers - medians(numbers, evidence.domains) + middle
-    suggested, votes = gathered.suggestions()
+        loss = np.exp(numbers)
+    suggested, votes = gathered.votes.winners(len(evidence))
     return History(
         numbers,
         margins.third(0),
+        gathered.unlikely.finish(len(evidence)).mean,
+        start,
+        loss,
+        evidence.loss.third(LATE),
+        gathered.late_votes.contested(gathered.labels, gathered.late_visits),
         floor,
         statistic == "margin",
         gathered.labels,
@@ -91,9 +109,13 @@ def read_history(
     )
 
 
+def _end_of_the_start(source: Source) -> int:
+    return source.steps.start + max(1, round(START * len(source.steps)))
+
+
 def _loss_at_the_start(source: Source) -> float:
     """Return the median over the first tenth of the steps of their mean loss."""
-    last = source.steps.start + max(1, round(START * len(source.steps)))
+    last = _end_of_the_start(source)
     found: list[float] = []
     for table in whole_steps(source.microbatches, ("step", "loss", "size")):
         steps = table["step"].to_numpy()
@@ -118,17 +140,24 @@ class _Gatherer:
         self._classes, self._given, self._low_loss = classes, given, low_loss
         self.labels = np.full(total, UNKNOWN) if given is None else given.copy()
         self.outside: Numbers = np.zeros(total, dtype=np.int64)
-        self.margins = Series()
+        self.margins, self.unlikely, self.losses = Series(), Series(), Series()
+        self.votes, self.late_votes = Votes(), Votes()  # of other classes; of all, in the end
+        self.late_visits: Numbers = np.zeros(total, dtype=np.int64)
         self.visits: Numbers = np.zeros(total, dtype=np.int64)
         self.learned: Numbers = np.zeros(total, dtype=np.int64)
         self.forgotten: Numbers = np.zeros(total, dtype=np.int64)
         self.changed: Numbers = np.zeros(total, dtype=np.int64)
         self._state = np.full(total, UNKNOWN)  # whether it was learned at its last visit
-        self._codes: Numbers = np.zeros(0, dtype=np.int64)  # example and other class
-        self._votes = np.zeros(0)
 
-    def add(self, examples: Numbers, thirds: Numbers, table: pa.Table) -> None:
-        """Add the visits of some whole steps, later than those before."""
+    def add(self, examples: Numbers, thirds: Numbers, begun: Flags, table: pa.Table) -> None:
+        """Add the visits of some whole steps, later than those before.
+
+        Args:
+            examples: Whose they are.
+            thirds: In which third of the run they were.
+            begun: Whether they were after the start.
+            table: What was recorded of them.
+        """
         order = np.lexsort((table["step"].to_numpy(), examples))
         examples, thirds, table = examples[order], thirds[order], table.take(pa.array(order))
         losses = table["loss"].to_numpy().astype(np.float64)
@@ -150,9 +179,18 @@ class _Gatherer:
             self.outside[examples[label >= self._classes]] = 1
         with np.errstate(divide="ignore", invalid="ignore"):
             margin = np.clip(np.log(highest) - np.log(own), -LARGEST, LARGEST)
+            unlikely = np.clip(margin - np.log(own), -LARGEST, 2 * LARGEST)
         judged = ~np.isnan(margin)
         self.margins.add(examples, margin, thirds, len(self.labels))
-        self._vote(examples[judged], other[judged], highest[judged])
+        self.unlikely.add(examples, unlikely, thirds, len(self.labels))
+        counted = np.where(begun[order] & np.isfinite(losses), losses, np.nan)
+        self.losses.add(examples, counted, thirds, len(self.labels))
+        some = judged & (other != UNKNOWN)
+        self.votes.add(examples[some], other[some], highest[some])
+        late, some = judged & (thirds == LATE), some & (thirds == LATE)
+        self.late_visits += np.bincount(examples[late], minlength=len(self.labels))
+        self.late_votes.add(examples[late], label[late], own[late])
+        self.late_votes.add(examples[some], other[some], highest[some])
         learned = np.where(judged, margin <= 0, losses < self._low_loss)
         self._add_states(examples, learned.astype(np.int64))
 
@@ -169,27 +207,6 @@ class _Gatherer:
         if len(last):
             last[-1] = True
         self._state[examples[last]] = learned[last]
-
-    def _vote(self, examples: Numbers, other: Numbers, highest: Values) -> None:
-        width = 2**31
-        some = other != UNKNOWN
-        codes = np.concatenate([self._codes, examples[some] * width + other[some]])
-        votes = np.concatenate([self._votes, highest[some]])
-        self._codes, places = np.unique(codes, return_inverse=True)
-        self._votes = np.bincount(places, votes, len(self._codes)).astype(np.float64, copy=False)
-
-    def suggestions(self) -> tuple[Numbers, Values]:
-        """Return the other class with the most votes for every example, and its share of them."""
-        total = len(self.labels)
-        examples, classes = np.divmod(self._codes, 2**31)
-        order = np.lexsort((self._votes, examples))
-        chosen, shares = np.full(total, UNKNOWN), np.full(total, np.nan)
-        chosen[examples[order]] = classes[order]  # the last one, with the most votes, stays
-        sums = np.bincount(examples, self._votes, minlength=total)
-        most = np.zeros(total)
-        most[examples[order]] = self._votes[order]
-        np.divide(most, sums, out=shares, where=sums > 0)
-        return chosen, shares
 
 
 def _with_labels(

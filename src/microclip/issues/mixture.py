@@ -9,7 +9,7 @@ nothing about ledgers.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 import numpy as np
@@ -27,6 +27,7 @@ MIRRORED = 0.5
 MOST = 6.0  # standard deviations between right and wrong; more are too good to be true
 WIDER = 1.5  # for the interval, wrong ones may have a spread this much larger
 RESAMPLES = 60
+LEAST = 1.0  # standard deviations between right and wrong, if how many are wrong is known
 
 
 @dataclass(frozen=True)
@@ -88,10 +89,8 @@ def fit(values: Values, bounds: Bounds) -> tuple[Mixture, tuple[float, float]]:
         values: One number per example, higher for wrong ones; no NaN.
         bounds: Where wrong examples can lie.
     """
-    low, high = np.quantile(values, [TAIL, 1 - TAIL])
-    counts, edges = np.histogram(np.clip(values, low, high), BINS)
-    centers = (edges[1:] + edges[:-1]) / 2
-    best = _best(centers, counts.astype(np.float64), bounds, 1.0)
+    centers, counts = _binned(values)
+    best = _best(centers, counts, bounds, 1.0)
     draw = np.random.default_rng(0)  # the same interval every time
     shares = []
     for _ in range(RESAMPLES):
@@ -102,6 +101,56 @@ def fit(values: Values, bounds: Bounds) -> tuple[Mixture, tuple[float, float]]:
             shares.append(float(found.probability(centers[some]) @ again[some]) / len(values))
     interval = np.quantile(shares, [0.025, 0.975])
     return best, (float(interval[0]), float(interval[1]))
+
+
+def fit_share(values: Values, share: float) -> Mixture:
+    """Fit the mixture if it is known how many are wrong, which may be more than are set apart.
+
+    Where right and wrong are, their numbers tell; they are at least one standard deviation apart.
+    The probabilities of all values add up to the share.
+    """
+    centers, counts = _binned(values)
+    weights = counts / counts.sum()
+    share = float(np.clip(share, SMALLEST_SHARE, LARGEST_SHARE))
+    mean = float(weights @ centers)
+    variance = float(weights @ np.square(centers - mean))
+    apart = LEAST
+    now = _apart(mean, variance, share, apart)
+    for _ in range(ROUNDS):
+        probability = now.probability(centers)
+        wrong, right = weights * probability, weights * (1 - probability)
+        upper = float(wrong @ centers / max(wrong.sum(), 1e-12))
+        lower = float(right @ centers / max(right.sum(), 1e-12))
+        within = wrong @ np.square(centers - upper) + right @ np.square(centers - lower)
+        before = apart
+        apart = float(np.clip((upper - lower) / max(np.sqrt(within), 1e-12), LEAST, MOST))
+        now = _apart(mean, variance, share, apart)
+        if abs(apart - before) < 1e-6:
+            break
+    low, high = -60.0, 60.0  # of what is added to the log-odds
+    for _ in range(60):
+        middle = (low + high) / 2
+        odds = middle + now.log_odds(centers)
+        if weights @ (1 / (1 + np.exp(-np.clip(odds, -60.0, 60.0)))) > share:
+            high = middle
+        else:
+            low = middle
+    prior = np.log(share / (1 - share)) + low
+    return replace(now, share=float(1 / (1 + np.exp(-prior))))
+
+
+def _apart(mean: float, variance: float, share: float, apart: float) -> Mixture:
+    """Return the mixture of this mean and variance, with this many deviations between the two."""
+    deviation = float(np.sqrt(variance / (1 + share * (1 - share) * apart**2))) or 1e-12
+    right = mean - share * apart * deviation
+    return Mixture(right, right + apart * deviation, deviation, deviation, share, -np.inf)
+
+
+def _binned(values: Values) -> tuple[Values, Values]:
+    """Return the centers of narrow bins, and how many values are in each."""
+    low, high = np.quantile(values, [TAIL, 1 - TAIL])
+    counts, edges = np.histogram(np.clip(values, low, high), BINS)
+    return (edges[1:] + edges[:-1]) / 2, counts.astype(np.float64)
 
 
 def _best(
