@@ -118,4 +118,4 @@ def test_the_core_knows_nothing_of_engines(room):
 
 def test_engines_know_nothing_of_ranks_or_of_who_reads_the_outcome():
     known = graph(LIBRARY)["engines"]
-    assert known <= {"microbatches", "multitensor", "outcome", "rules", "wrappers"}
+    assert known <= {"losses", "microbatches", "multitensor", "outcome", "rules", "wrappers"}

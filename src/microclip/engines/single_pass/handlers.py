@@ -1,7 +1,7 @@
 """What the recorder does with a torch function that takes parameters.
 
 `HANDLERS` lists the functions that it knows how to take apart, with their handlers from
-`products`, `elementwise`, `convolution`, `norms` and `recurrent`. The others go through
+`products`, `elementwise`, `convolution`, `norms`, `recurrent` and `head`. The others go through
 `vmap_fallback`: differentiated again for every micro-batch, vectorized by vmap.
 """
 
@@ -14,13 +14,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from microclip.engines.base import CannotFuseError
-from microclip.engines.single_pass import elementwise, norms, products, recurrent
+from microclip.engines.single_pass import elementwise, head, norms, products, recurrent
 from microclip.engines.single_pass.contributions import Block, Materialized, together
 from microclip.engines.single_pass.convolution import convolution
 from microclip.engines.single_pass.derived import MOST_ELEMENTS, separate_microbatches
 from microclip.engines.single_pass.owners import Owned, refuse_unowned_gradients
 from microclip.engines.single_pass.recorder import Recorder
 from microclip.engines.single_pass.torch_functions import Handler, apply, map_tensors
+from microclip.losses import token_losses
 
 HANDLERS: dict[Any, Handler] = {
     F.linear: products.linear,
@@ -63,6 +64,7 @@ HANDLERS: dict[Any, Handler] = {
     torch.gru_cell: recurrent.gru_cell,
     torch.rnn_tanh_cell: recurrent.rnn_cell(torch.tanh),
     torch.rnn_relu_cell: recurrent.rnn_cell(torch.relu),
+    token_losses: head.token_losses,
 }
 
 

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from dataclasses import dataclass
 
 import torch
@@ -30,6 +31,14 @@ from microclip.multitensor import widened
 MERGING_PAYS = 4  # contributions to one weight
 CANCELLED = 1e-3  # of the rows' own squares: anything less is mostly rounding error
 HALVING_PAYS = 64  # rows; the product of a matrix with itself is symmetric
+
+
+class Paired(Contribution):
+    """Gradients whose inner products with others are known without materializing either."""
+
+    @abstractmethod
+    def inner_products(self, other: Rows | EmbeddingRows | Paired, groups: Groups) -> Tensor:
+        """Return the inner product with another contribution, for every micro-batch."""
 
 
 @dataclass(frozen=True)
@@ -246,9 +255,13 @@ class EmbeddingRows(Contribution):
 
 
 def inner_products(
-    one: Rows | EmbeddingRows, other: Rows | EmbeddingRows, groups: Groups
+    one: Rows | EmbeddingRows | Paired, other: Rows | EmbeddingRows | Paired, groups: Groups
 ) -> Tensor:
     """Return the inner product of two contributions' gradients, for every micro-batch."""
+    if isinstance(one, Paired):
+        return one.inner_products(other, groups)
+    if isinstance(other, Paired):
+        return other.inner_products(one, groups)
     found = []
     for block in groups:
         rights = torch.bmm(
@@ -332,7 +345,7 @@ def squared_norms(contributions: list[Contribution], groups: Groups) -> Tensor:
     """Return the squared norms of a parameter's gradients, cross terms included."""
     if len(contributions) == 1:
         return contributions[0].squared_norms(groups)
-    paired = [each for each in contributions if isinstance(each, Rows | EmbeddingRows)]
+    paired = [each for each in contributions if isinstance(each, Rows | EmbeddingRows | Paired)]
     if len(paired) < len(contributions):
         total = sum_of([each.materialize(groups) for each in contributions])
         return multitensor.squared_norms(total)

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from microclip.engines.single_pass.owners import Owned
+from microclip.losses import token_losses
 
 if TYPE_CHECKING:
     from microclip.engines.single_pass.recorder import Recorder
@@ -113,6 +114,13 @@ def _cross_entropy(recorder: Recorder, state: Owned, args: Any, kwargs: Any) -> 
     return _same_owners(recorder, state, args[1], args[0].dim() - 1)
 
 
+def _frozen_head(recorder: Recorder, state: Owned, args: Any, kwargs: Any) -> bool:
+    """One loss for each row, with labels of the same examples and a head that is not trained."""
+    if any(recorder.is_recorded(each) or recorder.depends(each) for each in (args[1], *args[3:])):
+        return False
+    return _same_owners(recorder, state, args[2], args[0].dim() - 1)
+
+
 SHORTCUTS: dict[Any, Check] = {
     torch.Tensor.transpose: _two_other_axes,
     torch.transpose: _two_other_axes,
@@ -134,6 +142,7 @@ SHORTCUTS: dict[Any, Check] = {
     torch.Tensor.__matmul__: _products,
     F.scaled_dot_product_attention: _attention,
     F.cross_entropy: _cross_entropy,
+    token_losses: _frozen_head,
     F.adaptive_avg_pool2d: _images,
     F.avg_pool2d: _images,
     F.max_pool2d: _images,
