@@ -330,7 +330,8 @@ def test_the_page_leads_with_advice_and_says_what_was_not_run():
         "minnorm-16": 16.0,
         "unit-4": 12.0,
     }
-    text = page(finished(Plan([STUDY]), errors), {})
+    names = ("tuned-canaries", "scratch-canaries", "tuned-labels", "outliers-7-10")
+    text = page(finished(Plan([BY_NAME[name] for name in names]), errors), {})
     order = [text.index(f"## {title}") for title in ("What to do", "Verdicts", "The evidence")]
     assert order == sorted(order)
     assert "Worth using where examples are bad: Unit, b = 4" in text
@@ -338,7 +339,13 @@ def test_the_page_leads_with_advice_and_says_what_was_not_run():
     assert "Gate: **passed**" in text
     waiting = text.split("not run yet: ")[1].split(".")[0].split(", ")
     assert "speech-tuned" in waiting
-    assert "tuned-canaries" not in waiting
+    assert not set(names) & set(waiting)
+
+
+def test_the_page_gives_no_advice_on_a_single_task():
+    text = page(finished(Plan([STUDY]), {ORACLE: 10.0, "unit-4": 12.0}), {})
+    assert "Too few tasks for advice (1): Unit, b = 4" in text
+    assert "Worth using" not in text
 
 
 def test_the_command_repeats_a_recorded_run(tmp_path, capsys):
