@@ -47,6 +47,7 @@ from microclip_lab.evidence.when_to_clip import FIGURES, Case, cases, fitted, hi
 
 STUDY = BY_NAME["tuned-canaries"]
 SHORT = dataclasses.replace(STUDY.task, epochs=2)
+OUTLIERS = dataclasses.replace(BY_NAME["outliers-7-10"].task, epochs=2)
 
 
 # ---- the decision rule
@@ -219,12 +220,12 @@ def test_studies_halve_the_tasks_for_the_predictor():
 
 
 def test_canaries_are_those_marked_and_the_pre_training_is_shared():
-    clean, dirty = mixture_data(7, 0.0, "none"), mixture_data(7, 0.07, "canaries")
+    clean, dirty = mixture_data(1000, 0.0, "none"), mixture_data(1000, 0.07, "canaries")
     assert int(dirty.wrong.sum()) == round(0.07 * 1024)
     assert not clean.wrong.any()
     assert len(dirty.test) == 4000
     assert dirty.clean_validation is not None
-    one, two = (BY_NAME[name].task.model(7) for name in ("tuned-canaries", "tuned-clean"))
+    one, two = (BY_NAME[name].task.model(1000) for name in ("tuned-canaries", "tuned-clean"))
     assert all(map(torch.equal, one.state_dict().values(), two.state_dict().values()))
 
 
@@ -237,14 +238,14 @@ def test_outliers_are_off_by_their_size():
 
 
 def test_a_run_repeats_bit_for_bit_and_survives_a_file(tmp_path):
-    record = run(SHORT, "minnorm-4", 1000, 1e-3)
+    record = run(OUTLIERS, "minnorm-4", 1000, 1e-3)
     append(tmp_path, record)
-    with (tmp_path / "tuned-canaries.jsonl").open("a") as file:
+    with (tmp_path / "outliers-7-10.jsonl").open("a") as file:
         file.write(json.dumps(record.to_json())[:50])  # a crash
     kept = read_all(tmp_path, editions())
     assert list(kept) == [record.job]
-    assert run(SHORT, "minnorm-4", 1000, 1e-3).same_as(kept[record.job])
-    other = run(SHORT, "minnorm-4", 1001, 1e-3)
+    assert run(OUTLIERS, "minnorm-4", 1000, 1e-3).same_as(kept[record.job])
+    other = run(OUTLIERS, "minnorm-4", 1001, 1e-3)
     assert not other.same_as(kept[record.job])
     assert other.weights != record.weights
 
@@ -349,13 +350,13 @@ def test_the_page_gives_no_advice_on_a_single_task():
 
 
 def test_the_command_repeats_a_recorded_run(tmp_path, capsys):
-    record = run(STUDY.task, PLAIN, 100, 1e-3, "tune")
+    record = run(BY_NAME["outliers-7-10"].task, PLAIN, 100, 1e-3, "tune")
     append(tmp_path, record)
     with pytest.raises(SystemExit) as same:
         main(["--rerun", "--out", str(tmp_path)])
     assert same.value.code == 0
     assert "the same, bit for bit" in capsys.readouterr().out
-    path = tmp_path / "tuned-canaries.jsonl"
+    path = tmp_path / "outliers-7-10.jsonl"
     path.write_text(path.read_text().replace(record.weights, "0" * 16))
     with pytest.raises(SystemExit) as other:
         main(["--rerun", "--out", str(tmp_path)])
