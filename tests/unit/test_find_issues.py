@@ -347,6 +347,28 @@ class TestBadInput:
         with pytest.warns(UserWarning, match="positions in the mini-batch, not examples.*with_ids"):
             find_issues(tmp_path)
 
+    def test_positions_with_a_smaller_last_batch(self, tmp_path):
+        with Ledger(tmp_path) as ledger:
+            for size in (32, 32, 20) * 4:
+                ledger.record(range(size), torch.rand(size) + 0.1)
+        with pytest.warns(UserWarning, match="ids 0 to 31 start anew in every one of the 12 steps"):
+            find_issues(tmp_path)
+
+    def test_a_clipper_without_ids(self, tmp_path):
+        model, x = torch.nn.Linear(4, 3), torch.randn(90, 4)
+        with Ledger(tmp_path) as ledger:
+            clipper = Clipper(model, 1, rule=microclip.rules.Keep(), ledger=ledger)
+            for rows in torch.arange(90).split(30) * 3:
+                model.zero_grad()
+                clipper.backward(lambda rows: model(x[rows]).square().sum(1), rows)
+        with pytest.warns(UserWarning, match="positions in the mini-batch, not examples"):
+            find_issues(tmp_path)
+
+    def test_no_ids_at_all(self, tmp_path):
+        said = "ids must hold one entry per example, but got None"
+        with Ledger(tmp_path) as ledger, pytest.raises(ValueError, match=said):
+            ledger.record(None, torch.rand(3))
+
     @pytest.mark.filterwarnings("ignore:The ids 0 to")
     def test_positions_whose_labels_change(self, tmp_path):
         with Ledger(tmp_path) as ledger:

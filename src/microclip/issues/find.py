@@ -90,9 +90,9 @@ def _expect_examples(evidence: Evidence) -> None:
     if are_positions(evidence):
         last = len(evidence) - 1
         warnings.warn(
-            f"The ids 0 to {last} appear in every one of the {evidence.steps} steps: unless each "
-            "step saw the whole data set, they are positions in the mini-batch, not examples, and "
-            "the result means nothing. Record ids of examples: see microclip.with_ids().",
+            f"The ids 0 to {last} start anew in every one of the {evidence.steps} steps: unless "
+            "each step saw the whole data set, they are positions in the mini-batch, not examples, "
+            "and the result means nothing. Record ids of examples: see microclip.with_ids().",
             UserWarning,
             stacklevel=3,
         )
