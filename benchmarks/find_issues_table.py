@@ -39,8 +39,7 @@ def tables(records: list[Record], costs: list[Record]) -> str:
     """Return the whole page."""
     tuned = [r for r in records if r["factor"] == 1 and r["wrong"]]
     parts = ["# Who finds the wrong examples?", INTRODUCTION]
-    for task in _tasks(tuned):
-        parts += _findings(task, _of(tuned, task))
+    parts += _findings(tuned)
     parts += _summary(tuned)
     parts += _retraining(tuned)
     parts += _rates(records)
@@ -50,8 +49,8 @@ def tables(records: list[Record], costs: list[Record]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-INTRODUCTION = """Means over seeds with 95 % t-intervals. *Flagged*: precision and recall of what
-is flagged. *Number*: estimated over true number of wrong examples. *Calibration*: the expected
+INTRODUCTION = """Means over seeds with 95 % t-intervals. *Number*: estimated over true number of
+wrong examples, and how often the interval covers the truth. *Calibration error*: the expected
 error of probabilities, ten bins. *Cost*: training runs beyond the one that is recorded."""
 
 
@@ -87,30 +86,30 @@ def _ratios(runs: list[Record], method: str) -> list[float]:
     return [r["methods"][method]["estimated"] / r["wrong"] for r in there]
 
 
-def _findings(task: str, runs: list[Record]) -> list[str]:
-    share = 100 * sum(r["wrong"] / r["examples"] for r in runs) / len(runs)
+def _findings(records: list[Record]) -> list[str]:
+    """One table of all tasks and methods."""
     rows = []
-    for method, extra in METHODS.items():
-        if not any(method in run["methods"] for run in runs):
-            continue
-        covers = _values(runs, method, "covers")
-        rows.append(
-            (
-                method,
-                _interval(_values(runs, method, "auroc")),
-                _interval(_values(runs, method, AT_TRUE)),
-                _interval(_values(runs, method, "precision")),
-                _interval(_values(runs, method, "recall")),
-                _interval(_ratios(runs, method), 2),
-                f"{sum(covers):.0f} of {len(covers)}" if covers else NOTHING,
+    for task in _tasks(records):
+        runs = _of(records, task)
+        share = 100 * sum(r["wrong"] / r["examples"] for r in runs) / len(runs)
+        title = f"**{TITLES[task]}** ({share:.0f} % of {runs[0]['examples']:,}; {len(runs)} seeds)"
+        for method, extra in METHODS.items():
+            if not any(method in run["methods"] for run in runs):
+                continue
+            covers = _values(runs, method, "covers")
+            ratio = _interval(_ratios(runs, method), 2)
+            cells = (
+                *(_interval(_values(runs, method, what)) for what in ("auroc", AT_TRUE)),
+                *(_interval(_values(runs, method, what), 2) for what in ("precision", "recall")),
+                f"{ratio} ({sum(covers):.0f} of {len(covers)})" if covers else ratio,
                 _interval(_values(runs, method, "calibration")),
                 extra,
             )
-        )
-    heading = ("method", "AUROC", AT_TRUE, "flagged: precision", "recall", "number",
-               "interval covers", "calibration", "cost")  # fmt: skip
-    said = f"{runs[0]['examples']:,} examples, {share:.1f} % wrong, {len(runs)} seeds."
-    return [f"## {TITLES[task]}", said, _table(heading, rows)]
+            rows.append((title, method, *cells))
+            title = ""
+    heading = ("task", "method", "AUROC", AT_TRUE, "precision of the flagged", "recall",
+               "number (covered)", "calibration error", "cost")  # fmt: skip
+    return [_table(heading, rows)]
 
 
 def _best(run: Record) -> Record:
