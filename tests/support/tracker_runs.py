@@ -73,6 +73,8 @@ def with_wandb(folder, run, track):
         tracked = track(run.path, to=wandb)
         started.log({"mine": 2.0})
     (file,) = folder.glob("wandb/offline-run-*/*.wandb")
+    track(run.path, to="wandb", most=0)
+    assert len(list(folder.glob("wandb/offline-run-*/*.wandb"))) == 2
     history, steps_of = [], {}
     for each in wandb_records(file.read_bytes()):
         kind = each.WhichOneof("record_type")
@@ -126,6 +128,8 @@ def with_trackio(folder, run, track):
     trackio.finish()
     assert (folder / "trackio" / "p.db").exists()
     logs = SQLiteStorage.get_logs("p", "n")
+    track(run.path, to="trackio", project="q")
+    assert len(SQLiteStorage.get_logs("q", "run")) == 13
     (table,) = (each[WORST]["_value"] for each in logs if WORST in each)
     pictures = [str(file.relative_to(folder)) for file in folder.rglob("trackio/media/**/*.png")]
     return {"tracked": tracked.__dict__, "logs": logs, "table": table, "pictures": pictures}
@@ -147,6 +151,10 @@ def with_mlflow(folder, run, track):
     (table,) = (folder / "artifacts").rglob(f"{WORST}/*.json")
     loaded = client.load_table(experiment, f"{WORST}/{table.name}", [started.info.run_id])
     pictures = [str(file.relative_to(folder)) for file in folder.rglob("table_images/**/*.png")]
+    track(run.path, to="mlflow", project="q", most=0)
+    (named,) = mlflow.search_runs(experiment_names=["q"], output_format="list")
+    assert named.info.run_name == "run"
+    assert "microclip/loss" in named.data.metrics
     sys.modules["pandas"] = None  # as if it were not installed
     with mlflow.start_run(experiment_id=experiment) as second:
         track(run.path, to=second)

@@ -104,6 +104,7 @@ def logged_by(name, folder):
     result = subprocess.run(
         command,
         env=tracker_runs.environment(folder),
+        cwd=folder,
         capture_output=True,
         text=True,
         timeout=300,
@@ -279,6 +280,20 @@ def test_ids_that_are_positions_give_no_table(tmp_path):
     assert memory.tables == {}
 
 
+def test_positions_whose_labels_change_give_no_table_either(tmp_path):
+    memory = Memory()
+    draw = torch.Generator().manual_seed(0)
+    with microclip.Ledger(tmp_path / "ledger") as ledger:
+        for step in range(30):
+            count = 10 if step % 5 == 4 else 25  # the last of an epoch is smaller
+            logits, labels = torch.randn(count, 3), torch.randint(3, (count,), generator=draw)
+            losses = torch.nn.functional.cross_entropy(logits, labels, reduction="none")
+            ledger.record(range(count), losses, logits=logits, labels=labels)
+    tracked = microclip.track(ledger, to=memory)
+    assert (tracked.steps, tracked.examples) == (30, 0)
+    assert "positions in the mini-batch" in tracked.notes[0].lower()
+
+
 def test_show_says_what_examples_contain(tmp_path):
     run = recorded(tmp_path / "run")
     memory = Memory()
@@ -338,6 +353,12 @@ def test_a_client_that_is_missing(name, monkeypatch, tmp_path):
     with pytest.raises(ImportError, match=message), started(name, "p", "n", tmp_path / "folder"):
         pass
     assert not (tmp_path / "folder").exists()
+
+
+def test_a_client_of_mlflow_is_not_a_run():
+    client = type("MlflowClient", (), {"__module__": "mlflow.tracking.client"})()
+    with pytest.raises(TypeError, match="to must be a run, such as mlflow.start_run()"):
+        client_for(client)
 
 
 def test_a_module_without_a_run():

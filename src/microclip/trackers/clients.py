@@ -202,6 +202,11 @@ class _MLflow:
     """A run of MLflow: metrics, and a table among its artifacts."""
 
     def __init__(self, run: Any) -> None:
+        if not hasattr(run, "info"):
+            raise TypeError(
+                "For MLflow, to must be a run, such as mlflow.start_run() or mlflow.get_run(id) "
+                f"returns, or the module, but got {type(run).__name__}."
+            )
         self._id, self._mlflow = run.info.run_id, _imported("mlflow")
         self._client = self._mlflow.MlflowClient()
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import base64
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ OF_ISSUES = (
 OF_DRAGGERS = ("id", "score", "loss", "mean_weight", "appearances", "domain")
 LONGEST_TEXT = 1000  # characters
 MOST_BYTES = 20_000_000  # of pictures in one table
+POSITIONS = "positions in the mini-batch"  # what find_issues and score call ids that are no ids
 
 Show = Callable[[Any], Any]
 
@@ -85,26 +87,33 @@ def worst_examples(record: Record, most: int, show: Show | None) -> ExampleTable
 
 
 def _ranked(record: Record) -> tuple[pa.Table | None, tuple[str, ...]]:
-    """Return the examples with verdicts or scores; None and why if nothing can be said."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        try:
+    """Return the examples with verdicts, else with scores; None and why if nothing can be said."""
+    try:
+        with _positions_refused():
             found = find_issues(record)
-            if not caught:
-                return found.table.select(OF_ISSUES), found.notes
-        except ValueError as error:
-            reason = str(error)
-            try:
-                scored = score(record)
-                if not caught:
-                    there = [name for name in OF_DRAGGERS if name in scored.table.column_names]
-                    return scored.table.select(there), (f"Ranked by score. {reason}",)
-            except ValueError as second:
-                reason = str(second)
-            if not caught:
-                return None, (reason,)
-    # ids that are positions in the mini-batch: a table of them would mislead
-    return None, tuple(dict.fromkeys(str(one.message) for one in caught))
+        return found.table.select(OF_ISSUES), found.notes
+    except ValueError as error:
+        reason = str(error)
+        if POSITIONS in reason.lower():
+            return None, (reason,)
+    try:
+        with _positions_refused():
+            scored = score(record)
+    except ValueError as error:
+        return None, (str(error),)
+    there = [name for name in OF_DRAGGERS if name in scored.table.column_names]
+    return scored.table.select(there), (f"Ranked by score. {reason}",)
+
+
+@contextmanager
+def _positions_refused() -> Iterator[None]:
+    """Raise what others only warn about: a table of ids that are no ids would mislead."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", f".*{POSITIONS}", UserWarning)
+        try:
+            yield
+        except UserWarning as warning:
+            raise ValueError(str(warning)) from warning
 
 
 def _example(row: dict[str, Any], show: Show) -> Example:
