@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import microclip
-from microclip import Ledger
+from microclip import Ledger, rules
 from microclip.integrations.lightning import MicrobatchClip, RecordExamples
 from microclip.ledger import open_ledger
 
@@ -217,3 +217,26 @@ def test_two_ranks(tmp_path):
     rows = rows_of(tmp_path / "recorded" / "ledger")
     assert sorted(row["id"] for row in rows) == sorted([*range(COUNT)] * 2)
     assert {row["rank"] for row in rows} == {0, 1}
+
+
+def test_predictions_of_clipped_training(tmp_path):
+    """training_step records them itself, and returns the losses that a rule weights."""
+
+    class Records(Model):
+        def training_step(self, batch, batch_idx):
+            logits = self.net(batch[0])
+            ledger.record_predictions(logits, batch[1])
+            return F.cross_entropy(logits, batch[1], reduction="none")
+
+    model = Records(lr=0.0)
+    with Ledger(tmp_path / "ledger") as ledger:
+        callback = MicrobatchClip(rules.LossWeight(), ids=lambda batch: batch[2], ledger=ledger)
+        fit(tmp_path, model, [callback], max_epochs=1)
+    x, y = data()
+    p = model.net(x).softmax(1)
+    rows = rows_of(tmp_path / "ledger")
+    assert sorted(row["id"] for row in rows) == [*range(COUNT)]
+    for row in rows:
+        assert row["label"] == y[row["id"]]
+        expected = p[row["id"], row["label"]].item()
+        assert row["label_probability"] == pytest.approx(expected, rel=1e-5)

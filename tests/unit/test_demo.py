@@ -68,7 +68,7 @@ def test_a_rate_is_tuned_without_the_test_images(monkeypatch):
 
 
 def test_the_default_length_is_enough_for_the_rule(tmp_path):
-    """It holds examples back until the end, most of them wrong."""
+    """It holds examples back until the end, most of them wrong, with the right label suggested."""
     with microclip.Ledger(tmp_path) as ledger:
         trained = fit(DemoConfig(), Arm(LOSS_HISTORY), 4e-3, seed=0, ledger=ledger)
     said = [note for _, note in open_ledger(tmp_path).notes]
@@ -80,6 +80,10 @@ def test_the_default_length_is_enough_for_the_rule(tmp_path):
     wrong = set(trained.digits.wrong.tolist())
     assert len(held & wrong) >= 170
     assert len(held - wrong) <= 40
+    flagged = microclip.find_issues(tmp_path).flagged.to_pylist()
+    suggested = {row["id"]: row["suggested_label"] for row in flagged}
+    right = [row for row in wrong if suggested.get(row) == trained.digits.truth[row]]
+    assert len(right) >= 150  # predictions are on record, although the run was clipped
 
 
 @pytest.mark.filterwarnings("ignore:LossHistory holds nothing back:RuntimeWarning")  # too short
