@@ -596,3 +596,44 @@ class TestCommand:
         with pytest.raises(SystemExit):
             cli.main(["issues"])
         assert "run" in capsys.readouterr().err.lower()
+
+
+class TestBenchmark:
+    """Its measures, by hand, and a record of every kind through its tables."""
+
+    def test_measures(self):
+        pytest.importorskip("microclip_lab", reason="it has the benchmark's tasks")
+        from find_issues_trial import calibration_error, cut, ranking
+
+        wrong = np.array([True, False, True, False])
+        assert ranking(np.array([4.0, 3.0, 1.0, 2.0]), wrong) == {
+            "auroc": 0.5,
+            "precision at the true number": 0.5,
+        }
+        probability = np.array([0.9, 0.9, 0.2, 0.2])
+        assert calibration_error(probability, wrong) == pytest.approx((0.4 + 0.3) / 2)
+        found = cut(np.array([0]), probability, 3, wrong, (1, 2))
+        assert (found["precision"], found["recall"], found["covers"]) == (1.0, 0.5, True)
+        assert not cut(np.array([0]), probability, 3, wrong, (3, 9))["covers"]
+        assert ranking(probability, ~wrong & wrong) == {}
+
+    def test_tables(self):
+        pytest.importorskip("microclip_lab", reason="it has the benchmark's tasks")
+        from find_issues_table import tables
+
+        method = {"auroc": 0.9, "precision at the true number": 0.8, "precision": 0.7,
+                  "recall": 0.6, "estimated": 12, "flagged": 11, "covers": True,
+                  "calibration": 0.01}  # fmt: skip
+        rival = {"auroc": 0.8, "precision at the true number": 0.7}
+        points = {"plain": 90.0, "without the flagged": 91.0, "without the truly wrong": 92.0}
+        records = [
+            {"task": "digits-10", "seed": seed, "factor": 1.0, "examples": 100, "wrong": 10,
+             "methods": {"microclip, predictions": method, "loss in the last epoch": rival},
+             "points": points}
+            for seed in range(2)
+        ]  # fmt: skip
+        text = tables(records, [])
+        assert "10 % of 100; 2 seeds) | microclip, predictions | 0.900 ± 0.000 | 0.800" in text
+        assert "| 1.20 ± 0.00 (2 of 2) |" in text
+        assert "+0.1000 ± 0.0000 | +0.100 ± 0.000" in text
+        assert "| 90.00 ± 0.00 | +1.00 ± 0.00 | - | +2.00 ± 0.00 |" in text
