@@ -14,6 +14,10 @@ SHORT = {  # options that make them short, and options that make a step one micr
     "causal_lm": (["--steps", "4", "--batch-size", "8"], ["--microbatch-size", "8"]),
     "image_classifier": (["--epochs", "1"], ["--microbatch-size", "32"]),
     "speech_ctc": (["--epochs", "1", "--microbatch-size", "16", "--microbatches", "1"], []),
+    # four epochs, or there is no history to judge examples by
+    "sft_garbage_answers": (["--steps", "40"], ["--microbatch-size", "24"]),
+    "dpo_flipped_pairs": (["--steps", "40"], ["--microbatch-size", "24"]),
+    "lora_classifier": (["--steps", "40"], ["--microbatch-size", "32"]),
 }
 
 
