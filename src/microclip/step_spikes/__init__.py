@@ -11,6 +11,6 @@ if find_spec("pyarrow") is None or find_spec("numpy") is None:
     raise ImportError("microclip.spikes needs pyarrow and numpy: pip install 'microclip[ledger]'")
 
 from microclip.step_spikes.find import Spike, Spikes, spikes
-from microclip.step_spikes.replay import Replay, replay
+from microclip.step_spikes.run_replay import Replay, replay
 
 __all__ = ["Replay", "Spike", "Spikes", "replay", "spikes"]

@@ -95,7 +95,7 @@ def run(config: SpikesConfig) -> Spikes:
 def _replayed(config: SpikesConfig, task: str, ledger: Path, found: Spikes) -> str:
     """Run a step again, and return what is to be printed."""
     from microclip.probing.command import find_task
-    from microclip.step_spikes.replay import replay
+    from microclip.step_spikes.run_replay import replay
 
     step = found[0].step if config.step is None and len(found) else config.step
     try:
