@@ -154,13 +154,14 @@ class TestDigits:
         ordered = found.table["probability"].to_pylist()
         assert ordered == sorted(ordered, reverse=True)
 
-    def test_huge_losses_at_the_start_do_not_matter(self, tmp_path):
+    @pytest.mark.parametrize("start", [0, 1, 3])
+    def test_huge_losses_at_the_start_do_not_matter(self, tmp_path, start):
         """As with CTC, whose losses fall tenfold within the first epochs."""
         draw, wrong = np.random.default_rng(0), np.arange(200) < 20
         with Ledger(tmp_path) as ledger:
             for epoch in range(30):
-                learned = np.where(wrong, 5.0, 0.3) if epoch > 2 else 6.0
-                mean = draw.uniform(0, 600, 200) if epoch == 0 else learned
+                learned = np.where(wrong, 5.0, 0.3) if epoch > 5 else 6.0
+                mean = draw.uniform(0, 600, 200) if epoch < start else learned
                 losses = mean * draw.uniform(0.5, 2.0, 200)
                 for rows in np.split(draw.permutation(200), 10):
                     ledger.record(rows, losses[rows])

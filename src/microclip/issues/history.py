@@ -64,9 +64,9 @@ def read_history(
     source: Source, evidence: Evidence, classes: int | None, given: Numbers | None
 ) -> History:
     """Read a ledger; `given` are labels of examples that the ledger does not know itself."""
-    start = _loss_at_the_start(source)
+    start = _typical_loss(source, 0)
     gathered = _Gatherer(len(evidence), classes, given, start / 2)
-    begins = _end_of_the_start(source)
+    begins = _tenth(source, 1)
     for table in whole_steps(source.examples, ("step", "id", "loss", *PREDICTIONS)):
         examples = evidence.index.look_up(column(table, "id"))
         steps = table["step"].to_numpy()
@@ -78,7 +78,8 @@ def read_history(
         numbers, floor, statistic = margins.mean, 0.0, "margin"
     elif float(np.nanmin(loss, initial=np.inf)) > 0:
         numbers, statistic = np.log(loss), "loss"
-        floor = float(np.log(start / 2)) if start > 0 else -np.inf
+        lower = min(start, _typical_loss(source, 1) or start)  # it may start far too high
+        floor = float(np.log(lower / 2)) if lower > 0 else -np.inf
     else:
         numbers, floor, statistic = evidence.excess.mean.copy(), -np.inf, "excess"
     if len(evidence.domain_names) > 1 and statistic == "loss":
@@ -109,24 +110,25 @@ def read_history(
     )
 
 
-def _end_of_the_start(source: Source) -> int:
-    return source.steps.start + max(1, round(START * len(source.steps)))
+def _tenth(source: Source, number: int) -> int:
+    """Return the first step of a tenth of the run."""
+    return source.steps.start + number * max(1, round(START * len(source.steps)))
 
 
-def _loss_at_the_start(source: Source) -> float:
-    """Return the median over the first tenth of the steps of their mean loss."""
-    last = _end_of_the_start(source)
+def _typical_loss(source: Source, tenth: int) -> float:
+    """Return the median over the steps of a tenth of the run of their mean loss."""
+    first, end = _tenth(source, tenth), _tenth(source, tenth + 1)
     found: list[float] = []
     for table in whole_steps(source.microbatches, ("step", "loss", "size")):
         steps = table["step"].to_numpy()
-        chosen = steps < last
+        chosen = (steps >= first) & (steps < end)
         losses = pc.fill_null(table["loss"], np.nan).to_numpy()[chosen]
         sizes = table["size"].to_numpy()[chosen].astype(np.float64)
         _, groups = np.unique(steps[chosen], return_inverse=True)
         if len(groups):
             sums = np.bincount(groups, losses * sizes) / np.bincount(groups, sizes)
             found.extend(sums[np.isfinite(sums)].tolist())
-        if not chosen.all():
+        if (steps >= end).any():
             break
     return float(np.median(found)) if found else 0.0
 

@@ -35,7 +35,8 @@ class Issues:
         table: A pyarrow table; docs/find-bad-data.md explains its columns.
         wrong: How many examples are probably wrong: the sum of all probabilities, rounded.
         interval: Between how many and how many are wrong, with 95 % confidence if the mixture that
-            was fitted is right.
+            was fitted is right; where right and wrong overlap, from those that stand out to all
+            that the model doubted.
         notes: What to know before you believe it, in sentences.
         statistic: What examples were judged by: "margin" (predictions), "loss" or "excess".
         threshold: Examples that are wrong with at least this probability are flagged.
