@@ -1,5 +1,7 @@
 """RecordingTrainer: plain training, step for step, with every example's loss on record."""
 
+import pathlib
+
 import pytest
 import torch
 from torch.nn import functional as F
@@ -11,6 +13,8 @@ from microclip.integrations.recording import RecordingTrainer
 from microclip.integrations.transformers import ClippedTrainer
 from microclip.ledger import open_ledger
 
+import processes
+import stack_cells
 import trainers
 
 
@@ -174,3 +178,24 @@ class TestClippedTrainer:
     def test_a_language_model_has_none(self, tmp_path):
         self.train(tmp_path, "llama")
         assert {row["label"] for row in rows_of(tmp_path)} == {None}
+
+
+def work(rank, folder):
+    """Return the parameters of a Trainer, and of one that records."""
+    stack_cells.launched(rank, 2)
+    path, more = pathlib.Path(folder), {"ddp_backend": "gloo", "per_device_train_batch_size": 4}
+    plain = Trainer(
+        trainers.bert(), arguments(path, **more), train_dataset=trainers.examples("bert")
+    )
+    plain.train()
+    found = train(path, trainers.bert(), with_names("bert"), **more)
+    return [[p.detach() for p in trainer.model.parameters()] for trainer in (plain, found)]
+
+
+@pytest.mark.full
+def test_two_ranks(tmp_path):
+    for plain, found in processes.run(work, 2, tmp_path, str(tmp_path)):
+        assert all(torch.equal(a, b) for a, b in zip(plain, found, strict=True))
+    rows = rows_of(tmp_path)
+    assert {row["rank"] for row in rows} == {0, 1}
+    assert {row["id"] for row in rows} == {f"row {i}" for i in range(trainers.COUNT)}
