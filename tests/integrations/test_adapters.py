@@ -62,7 +62,7 @@ def adapted(name, task="CAUSAL_LM"):
     return get_peft_model(net, ADAPTERS[name](task))
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(13)
 @pytest.mark.parametrize("engine", ["stream", "two_pass", "fused"])
 @pytest.mark.parametrize("task", ["CAUSAL_LM", "SEQ_CLS"])
 @pytest.mark.parametrize("name", ADAPTERS)
@@ -102,7 +102,7 @@ def test_a_regularized_adapter_is_streamed(tmp_path):
     properties.assert_close(watch.gradients[0], twin, 1e-5)
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(11)
 @pytest.mark.parametrize("b", [1, 3])
 @pytest.mark.parametrize("stack", ["sft", "dpo"])
 @pytest.mark.parametrize("name", [name for name in ADAPTERS if "embedding" not in name])
@@ -112,6 +112,7 @@ def test_adapters_in_trl(name, stack, b):
     assert run.clipper.outcome.engine == engine
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", ["LoRA", "DoRA", "IA3", "prefix tuning"])
 def test_one_microbatch_is_plain_fine_tuning(name):
     """With an adapter, too, a whole batch as one micro-batch is the stock trainer's step."""

@@ -65,6 +65,7 @@ def test_one_microbatch_is_the_stock_trainer(stack):
             assert ours[name] == pytest.approx(stock[name], rel=1e-6)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("stack", ["sft", "dpo", "reward"])
 @pytest.mark.parametrize("b", [2, 8])
 def test_accumulated_batches(stack, b):
@@ -86,7 +87,8 @@ def test_default_settings_of_trl():
         properties.assert_close(gradient, twin, 0.05)
 
 
-@pytest.mark.parametrize("engine", ["stream", "auto"])
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("engine", ["auto", "stream"])
 def test_checkpointed_activations(engine):
     trl_runs.check(
         "sft", trl_runs.model("qwen2"), 2, clip={"engine": engine}, gradient_checkpointing=True

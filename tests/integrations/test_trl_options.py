@@ -23,7 +23,7 @@ SINGLE_PASS = ("sigmoid", "hinge", "ipo", "sigmoid_norm", "robust", "bco_pair", 
 STREAMED = ("exo_pair", "nca_pair", "sppo_hard", "apo_down", "discopop", "sft")
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("b", [1, 3])
 @pytest.mark.parametrize("name", [*SINGLE_PASS, *STREAMED])
 def test_losses_of_dpo(name, b):
@@ -32,7 +32,7 @@ def test_losses_of_dpo(name, b):
     assert (run._losses.reason == "") == (name in SINGLE_PASS)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(
     "options",
     [
@@ -41,7 +41,6 @@ def test_losses_of_dpo(name, b):
         {"use_weighting": True},
         {"f_divergence_type": "js_divergence"},
         {"precompute_ref_log_probs": True},
-        {"sync_ref_model": True, "ref_model_sync_steps": 1},
         {"max_length": 6},
         {"max_length": 6, "truncation_mode": "keep_end"},
     ],
@@ -49,6 +48,21 @@ def test_losses_of_dpo(name, b):
 )
 def test_options_of_dpo(options):
     check("dpo", trl_runs.model("qwen2"), 2, **options)
+
+
+def test_a_reference_model_that_follows():
+    """It is another one in every step; without clipping, steps are the stock trainer's."""
+    found = []
+    for clip in (None, {"rule": rules.Keep(), "microbatch_size": 1}):
+        watch = trl_runs.Watch()
+        run = trl_runs.trainer(
+            "dpo", trl_runs.model("llama"), clip=clip, watch=[watch], learning_rate=0.01,
+            sync_ref_model=True, ref_model_sync_steps=1, optim="sgd",
+        )  # fmt: skip
+        run.train()
+        found.append(watch.gradients)
+    for stock, ours in zip(*found, strict=True):
+        properties.assert_close(ours, stock, 1e-5)
 
 
 @pytest.mark.parametrize("engine", ["stream", "fused"])
@@ -145,7 +159,8 @@ class Stop(TrainerCallback):
 
 
 @pytest.mark.filterwarnings("ignore:LossHistory holds back")
-@pytest.mark.parametrize("stack", ["sft", "dpo"])
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("stack", ["dpo", "sft"])
 def test_resuming_gives_the_same_weights(tmp_path, stack):
     """Rule, record of examples and ledger go on where they were."""
     found = []
@@ -173,7 +188,8 @@ def test_resuming_gives_the_same_weights(tmp_path, stack):
         assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("stack", ["sft", "dpo", "reward"])
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("stack", ["dpo", "sft", "reward"])
 def test_evaluation_is_the_stock_trainers(stack):
     """Also in the middle of training: its batches are not pairs, and ids are not there."""
     logs = []
@@ -190,7 +206,8 @@ def test_evaluation_is_the_stock_trainers(stack):
             assert ours[name] == pytest.approx(stock[name], rel=1e-6)
 
 
-@pytest.mark.parametrize("stack", ["sft", "dpo", "reward"])
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("stack", ["reward", "dpo", "sft"])
 def test_metrics_of_a_single_pass(stack):
     """Tokens are counted once, however often engines call a loss."""
     logs = []
@@ -290,7 +307,27 @@ def test_other_trainers_are_refused(base, message):
         type("Mine", (ClippedTrlMixin, base), {})
 
 
+def test_a_trainer_that_extends_a_known_one_is_refused():
+    """Its own training step would be lost."""
+    from trl.experimental.gkd import GKDTrainer
+
+    with pytest.raises(TypeError, match="cannot clip GKDTrainer exactly"):
+        type("Mine", (ClippedTrlMixin, GKDTrainer), {})
+
+
+def test_recording_only():
+    """`Keep`, with the mean over a step's tokens, is the stock trainer's gradient."""
+    clip = {"rule": rules.Keep(), "microbatch_size": 1, "loss_mean": "step", "id_column": "id"}
+    _, found = trl_runs.clipped("sft", trl_runs.model("llama"), 1, clip=clip)
+    watch = trl_runs.Watch()
+    trl_runs.trainer("sft", trl_runs.model("llama"), watch=[watch]).train()
+    for ours, stock in zip(found, watch.gradients, strict=True):
+        properties.assert_close(ours, stock, 1e-6)
+
+
 def test_the_right_mixin_is_named():
+    with pytest.raises(TypeError, match="Use ClippedTrainerMixin"):
+        type("Mine", (ClippedTrlMixin, Trainer), {})
     for base in (SFTTrainer, DPOTrainer, RewardTrainer):
         with pytest.raises(TypeError, match=r"class Mine\(ClippedTrlMixin, "):
             type("Mine", (ClippedTrainerMixin, base), {})

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from transformers import Trainer
 from trl.trainer.dpo_trainer import DPOTrainer
 from trl.trainer.reward_trainer import RewardTrainer
 from trl.trainer.sft_trainer import SFTTrainer
@@ -34,14 +35,18 @@ SORTING = ("aot", "aot_unpaired")  # losses of DPO that sort the scores of a bat
 
 def check_trainer(cls: type) -> None:
     """Refuse a mixin in front of a trainer that it does not know."""
-    others = [base for base in cls.__mro__ if base.__module__.partition(".")[0] == "trl"]
-    trainers = [base for base in others if base.__name__.endswith("Trainer")]
-    public = [base for base in trainers if not base.__name__.startswith("_")]
-    if not public or any(issubclass(base, KNOWN) for base in public):
-        return
-    name = public[0].__name__
-    reason = WHY_NOT.get(name, "is not one of SFTTrainer, DPOTrainer and RewardTrainer.")
-    raise TypeError(f"microclip cannot clip {name} exactly: it {reason}")
+    for base in cls.__mro__:
+        theirs = base.__module__.partition(".")[0] == "trl"
+        if not theirs or not issubclass(base, Trainer) or base.__name__.startswith("_"):
+            continue
+        if base not in KNOWN:  # among them trainers of trl.experimental that extend a known one
+            reason = WHY_NOT.get(base.__name__, "is not SFTTrainer, DPOTrainer or RewardTrainer.")
+            raise TypeError(f"microclip cannot clip {base.__name__} exactly: it {reason}")
+    if issubclass(cls, Trainer) and not issubclass(cls, KNOWN):
+        raise TypeError(
+            f"{cls.__name__} has none of TRL's trainers. Use ClippedTrainerMixin of "
+            "microclip.integrations.transformers."
+        )
 
 
 def refuse_offloading(arguments: tuple[Any, ...]) -> None:
