@@ -95,6 +95,25 @@ def test_losses_that_training_step_returns(tmp_path):
         assert (row["label"], row["other"]) == (None, model.net(x)[i].argmax())
 
 
+def test_ids_and_domains_that_functions_find(tmp_path):
+    x, y = data()
+    batches = DataLoader(TensorDataset(torch.arange(COUNT) + 100, x, y), batch_size=8)
+
+    class Third(Model):
+        def training_step(self, batch, batch_idx):
+            return F.cross_entropy(self.net(batch[1]), batch[2])
+
+    with Ledger(tmp_path / "ledger") as ledger:
+        callback = RecordExamples(
+            ledger, ids=lambda batch: batch[0], domains=lambda batch: batch[0] % 2
+        )
+        fit(tmp_path, Third(), [callback], batches, max_epochs=1)
+    assert sorted(row["id"] for row in rows_of(tmp_path / "ledger")) == [*range(100, 100 + COUNT)]
+    record = open_ledger(tmp_path / "ledger")
+    rows = [row for batch in record.microbatches() for row in batch.to_pylist()]
+    assert all({str(i % 2) for i in row["ids"]} == {row["domain"]} for row in rows)
+
+
 def test_manual_optimization_and_skipped_batches(tmp_path):
     class Manual(Model):
         def __init__(self):
