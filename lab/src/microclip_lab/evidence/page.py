@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 
@@ -26,7 +27,16 @@ from microclip_lab.evidence.plan import (
 from microclip_lab.evidence.records import LAST, Record, Records
 from microclip_lab.evidence.sequential import ALPHA, Interval
 from microclip_lab.evidence.verdicts import ClaimVerdict, Tested, verdicts
-from microclip_lab.evidence.when_to_clip import Case, Thumb, cases, commonest, fitted, hit_rate
+from microclip_lab.evidence.when_to_clip import (
+    FEWEST,
+    RULES,
+    Case,
+    Thumb,
+    cases,
+    commonest,
+    fitted,
+    hit_rate,
+)
 from microclip_lab.evidence.wording import percent
 
 ADVISED = ("minnorm-1", "minnorm-4", "minnorm-16", "unit-1", "unit-4", "unit-16", "loss-history")
@@ -182,44 +192,63 @@ def _shown(found: Interval | None, unit: str = "%") -> str:
 
 def _when(known: Sequence[Case]) -> list[str]:
     lines = ["", "## Can one tell beforehand?", ""]
-    fit = [case for case in known if case.half == "fit"]
-    rest = [case for case in known if case.half != "fit"]
-    thumb = fitted(fit)
-    if thumb is None or not rest:
-        return [*lines, "Not enough tasks are finished to fit a rule of thumb and judge it."]
-    usual = commonest(fit)
-    always = statistics.fmean(case.came == usual for case in rest)
+    thumbs = {}
+    for rule in RULES:
+        own = [case for case in known if case.rule == rule]
+        fit = [case for case in own if case.half == "fit"]
+        rest = [case for case in own if case.half != "fit"]
+        thumbs[rule] = fitted(fit) if rest else None
+        lines.append(f"* **{ARMS[rule].title}**: {_hits(thumbs[rule], fit, rest)}")
     lines += [
-        f"{_words(thumb)} Fitted on {len(fit)} cases ({percent(hit_rate(thumb, fit))} right), "
-        f"judged on {len(rest)} cases of tasks it has not seen: "
-        f"**{percent(hit_rate(thumb, rest))} right**. "
-        f'Saying "{usual}" to all of them would be right in {percent(always)}.',
+        "",
+        "Figures of plain training after a quarter of the epochs, which need no knowledge of "
+        "draggers: the share of the gradient energy that the top tenth of examples holds, and the "
+        "smallest over the mean micro-batch norm at b = 4.",
         "",
         "| task, rule | top tenth | min / mean | predicted | came |",
         "|---|---|---|---|---|",
     ]
     for case in known:
-        seen = "fitted" if case.half == "fit" else thumb.predicts(case.figures)
+        thumb = thumbs[case.rule]
+        said = "-" if thumb is None else thumb.predicts(case.figures)
         lines.append(
             f"| {case.task}, {ARMS[case.rule].title} | {case.figures['top_decile']:.2f} "
-            f"| {case.figures['min_over_mean_4']:.2f} | {seen} | {case.came} |"
+            f"| {case.figures['min_over_mean_4']:.2f} "
+            f"| {'fitted' if thumb and case.half == 'fit' else said} | {case.came} |"
         )
     return lines
 
 
+def _hits(thumb: Thumb | None, fit: Sequence[Case], rest: Sequence[Case]) -> str:
+    if thumb is None:
+        return (
+            f"not enough tasks yet to fit a rule of thumb and judge it ({len(fit)} of at least "
+            f"{FEWEST} to fit, {len(rest)} to judge)."
+        )
+    usual = commonest(fit)
+    always = statistics.fmean(case.came == usual for case in rest)
+    return (
+        f"{_words(thumb)} Fitted on {len(fit)} tasks ({percent(hit_rate(thumb, fit))} right), "
+        f"judged on {len(rest)} tasks it has not seen: **{percent(hit_rate(thumb, rest))} right**. "
+        f'Saying "{usual}" to all of them would be right in {percent(always)}.'
+    )
+
+
 def _words(thumb: Thumb) -> str:
     figure = {
-        "top_decile": "the share of the gradient energy that the top tenth of examples holds",
-        "min_over_mean_4": "the smallest over the mean micro-batch norm at b = 4",
-        "rise_of_top_decile": "the rise of the top tenth's share of the gradient energy",
+        "top_decile": "the top tenth's share of the gradient energy",
+        "min_over_mean_4": "the smallest over the mean micro-batch norm",
+        "rise_of_top_decile": "the rise of the top tenth's share since the first epoch",
     }[thumb.figure]
+    if thumb.gain_from == -math.inf:
+        return "expect a gain, whatever the figures."
     parts = []
-    if thumb.gain_from < float("inf"):
+    if thumb.gain_from < math.inf:
         parts.append(f"a gain from {thumb.gain_from:.2f} up")
-    if thumb.harm_below > -float("inf"):
-        parts.append(f"harm below {thumb.harm_below:.2f}")
-    expected = ", ".join(parts) if parts else "nothing, whatever its value"
-    return f"By {figure}, after a quarter of plain training: expect {expected}."
+    if thumb.harm_below > -math.inf:
+        limit = "whatever the figures" if thumb.harm_below == math.inf else ""
+        parts.append(f"harm {limit or f'below {thumb.harm_below:.2f}'}")
+    return f"by {figure}, expect {', '.join(parts) or 'nothing, whatever its value'}."
 
 
 # ---- how
