@@ -5,7 +5,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from microclip import draggers, guard, issues, ledger, report, rules
+    from microclip import draggers, guard, issues, ledger, losses, packing, report, rules
     from microclip.clipper import Clipper
     from microclip.dataset_ids import with_ids
     from microclip.issues import find_issues
@@ -30,6 +30,8 @@ __all__ = [
     "guard",
     "issues",
     "ledger",
+    "losses",
+    "packing",
     "probe",
     "read_review",
     "replay",
@@ -54,6 +56,8 @@ _LAZY = {
     "guard": ("microclip.guard", None),
     "issues": ("microclip.issues", None),
     "ledger": ("microclip.ledger", None),
+    "losses": ("microclip.losses", None),
+    "packing": ("microclip.packing", None),
     "probe": ("microclip.probing", "probe"),
     "read_review": ("microclip.review", "read_review"),
     "replay": ("microclip.step_spikes", "replay"),

@@ -7,6 +7,7 @@ when a program is made, as groups of axes: (("B",), ("T",)) is where it begins, 
 time first, (("T", "B"),) is that in one dimension, and "R" stands for rows in any order.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -39,10 +40,18 @@ class Flow(NamedTuple):
 class Block(nn.ModuleList):
     """Modules one after the other; each gives the features anew, in the shape they had."""
 
+    segment = None  # checkpoints a module, if set
+
     def forward(self, flow):
         for module in self:
-            flow = flow._replace(h=module(flow))
+            run = partial(self._run, module, flow)
+            h = run(flow.h) if self.segment is None else self.segment(run, flow.h)
+            flow = flow._replace(h=h)
         return flow.h
+
+    @staticmethod
+    def _run(module, flow, h):
+        return module(flow._replace(h=h))
 
 
 def has_rows(groups):

@@ -236,10 +236,17 @@ def run(model, batch):
         return model(batch)
 
 
-def check(seed, engine, b=1):
-    """Say what an engine makes of a program; `b`: None for the whole batch."""
+def check(seed, engine, b=1, segment=None):
+    """Say what an engine makes of a program; `b`: None for the whole batch.
+
+    `segment`: checkpoints every module, and those inside of it again.
+    """
     model, batch, loss_fn = program(seed)
-    return verdict(model, loss_fn, [batch], engine, b)
+    for module in model.modules():
+        if isinstance(module, Block):
+            module.segment = segment
+    with default_dtype(torch.float64):  # also in the backward pass, where segments run again
+        return verdict(model, loss_fn, [batch], engine, b)
 
 
 def drift(seed, engine="auto", b=1):

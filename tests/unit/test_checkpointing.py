@@ -8,6 +8,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from microclip import Clipper
+from microclip.engines.single_pass import memory
 
 import properties
 import reference
@@ -115,6 +116,27 @@ def activations_alive(mode):
             module.register_forward_hook(note)
     Clipper(model, 4, engine="fused", verify="never").backward(loss_fn, torch.randn(8, 5, 8))
     return found[-1]
+
+
+@pytest.mark.parametrize("mode", MODES[1:])
+def test_memory_of_a_segment_that_runs_again_is_counted(mode, monkeypatch):
+    """A memory budget relies on it: one block's activations, not those of all."""
+    meters = []
+
+    class Meter(memory.MemoryMeter):
+        def __init__(self, known):
+            super().__init__(known)
+            meters.append(self)
+
+    monkeypatch.setattr(memory, "MemoryMeter", Meter)
+    x = torch.randn(8, 5, 8)
+    for each in ("none", mode):
+        model = Blocks(each, depth=10, p=0.0)
+        Clipper(model, 4, engine="fused", verify="never").backward(model, x)
+    plain, checkpointed = meters
+    assert checkpointed.saved < plain.saved
+    inputs = 10 * x.nbytes  # of the segments
+    assert checkpointed.peak >= inputs + 2 * x.nbytes  # the second layer's input, and tanh's output
 
 
 def tiny(kind):

@@ -370,3 +370,14 @@ def a_list_outside_changes_what_is_done(m, x, n):
         return m.two(h * seen[0])
 
     return again(layer, m.one(x)) + m.one(seen[0])
+
+
+@attack(CAUSE, sizes=(6, 6))
+def a_constant_with_as_many_rows_as_examples(m, x, n):
+    """Its rows are times, but nothing in the shapes shows it."""
+
+    def layer(h):
+        times = torch.linspace(0, 1, h.shape[0]).view(-1, 1, 1).expand(h.shape[0], 6, D)
+        return m.two(h) * m.one(times[:, : h.shape[1]])
+
+    return reentrant(layer, m.one(x).transpose(0, 1).roll(1, 1)).roll(-1, 1).transpose(0, 1)

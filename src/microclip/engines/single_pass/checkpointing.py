@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import inspect
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,8 +26,8 @@ from torch.utils import checkpoint as torch_checkpoint
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from microclip.engines.base import CannotFuseError
-from microclip.engines.single_pass.owners import DERIVED, State
-from microclip.engines.single_pass.torch_functions import HostReads, without_compiling
+from microclip.engines.single_pass.owners import DERIVED, Opaque, State
+from microclip.engines.single_pass.torch_functions import HostReads, tensors_in, without_compiling
 
 if TYPE_CHECKING:
     from microclip.engines.single_pass.recorder import Recorder
@@ -74,10 +76,20 @@ class _Again:
 class Replay(_Again):
     """Runs a segment again, watched by the recorder that watched it the first time."""
 
+    def __init__(self, recorder: Recorder, segment: Any, arguments: Any) -> None:
+        super().__init__(recorder, segment.recompute_fn, arguments)
+        self._segment = weakref.ref(segment)  # which holds this
+
     def __call__(self, *arguments: Any) -> None:
         """Run the segment; what it returns does not matter."""
-        with _replaying(self._recorder):
-            self._run(*self._restored(arguments))
+        try:
+            with _replaying(self._recorder):
+                self._run(*self._restored(arguments))
+        finally:  # torch may stop it early
+            segment = self._segment()
+            if self._recorder.meter is not None and segment is not None:
+                saved = (each.values() for each in segment.recomputed.values())
+                self._recorder.meter.replay(chain.from_iterable(saved))
 
 
 class LateRun(_Again):
@@ -85,8 +97,29 @@ class LateRun(_Again):
 
     def __call__(self, *arguments: Any) -> Any:
         """Run the segment; torch differentiates what it returns."""
-        with _watching(self._recorder):
-            return self._run(*self._restored(arguments))
+        recorder = self._recorder
+        saved = 0 if recorder.meter is None else recorder.meter.saved
+        # the forward pass knew no parameters here, so it made no assumptions, either
+        recorder.adopts, before = False, recorder.adopts
+        try:
+            with _watching(recorder), recorder.metered(recorder.meter):
+                results = self._run(*self._restored(arguments))
+                self._refuse_opaque(results)
+                return results
+        finally:
+            recorder.adopts = before
+            if recorder.meter is not None:  # not saved by the forward pass
+                recorder.meter.saved = saved
+
+    def _refuse_opaque(self, results: Any) -> None:
+        """Make sure that owners are known of everything that is about to be differentiated."""
+        for tensor in tensors_in(results):
+            state = self._recorder.state(tensor)
+            if tensor.requires_grad and isinstance(state, Opaque):
+                raise CannotFuseError(
+                    "The single-pass engine cannot tell which example owns what in a reentrant "
+                    f"checkpoint: it returns the result of {state.reason}."
+                )
 
 
 def is_segment(recorder: Recorder, hooks: tuple[Any, Any]) -> bool:
@@ -101,7 +134,7 @@ def is_segment(recorder: Recorder, hooks: tuple[Any, Any]) -> bool:
     segment = pack.__closure__[pack.__code__.co_freevars.index("frame")].cell_contents
     if not isinstance(segment.recompute_fn, Replay):
         arguments = _arguments_of(segment)
-        segment.recompute_fn = Replay(recorder, segment.recompute_fn, arguments)
+        segment.recompute_fn = Replay(recorder, segment, arguments)
         recorder.has_segments = True
     return True
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -253,6 +253,7 @@ class MemoryMeter:
         self._left = 0  # of what was saved
         self._passing = 0  # the largest tensor of the layer that the backward pass has reached
         self._kept = 0
+        self._again = 0  # what a checkpointed segment saved when it ran again
         self.saved = 0
         self.peak = 0.0
 
@@ -290,8 +291,16 @@ class MemoryMeter:
         self._update_peak()
         self._passing = 0
 
+    def replay(self, tensors: Iterable[Tensor]) -> None:
+        """Count what a checkpointed segment saved when it ran again; the one before is done."""
+        held = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes()
+                for each in tensors if each.layout is torch.strided}  # fmt: skip
+        self._again = sum(nbytes for key, nbytes in held.items() if key not in self._known)
+        self._update_peak()
+
     def _update_peak(self) -> None:
-        self.peak = max(self.peak, self._left + self._kept + PASSING * self._passing)
+        held = self._left + self._kept + self._again
+        self.peak = max(self.peak, held + PASSING * self._passing)
 
 
 def _elements(microbatches: MicrobatchList) -> int:

@@ -92,6 +92,7 @@ class Recorder(TorchFunctionMode):
         self.is_final = False  # whether the current backward pass is that of the losses
         self.parameters = parameters
         self._meter: tuple[Any, Any] | None = None  # our own hooks
+        self.meter: MemoryMeter | None = None
         self.has_segments = False  # whether any part of the model is checkpointed
         self.has_late_segments = False  # some of which are only recorded in the backward pass
         self.is_replaying = False  # whether such a segment is running again
@@ -504,7 +505,7 @@ class Recorder(TorchFunctionMode):
         if meter is None:
             yield
             return
-        self._meter = (meter.pack, meter.unpack)
+        self.meter, self._meter = meter, (meter.pack, meter.unpack)
         with torch.autograd.graph.saved_tensors_hooks(*self._meter):
             yield
 
