@@ -158,7 +158,7 @@ def tiny(kind):
     return transformers.Qwen2ForCausalLM(config).double()
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("kind", ["Llama", "GPT2", "Qwen2"])
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("b", [1, 2])

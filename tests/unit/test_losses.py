@@ -174,6 +174,7 @@ def words(tokens):
     return ids, labels
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("b", [1, 2, 4])
 @pytest.mark.parametrize("tokens", [3, 20])  # few: pairs of rows; many: parts of the vocabulary

@@ -188,6 +188,7 @@ KINDS = [
 ]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("kind", "attention"), KINDS)
 def test_transformers_keep_packed_documents_apart(kind, attention):
     """Position ids alone do it; with a cache or a mask of ones, documents leak into others."""
@@ -205,7 +206,7 @@ def test_transformers_keep_packed_documents_apart(kind, attention):
             packing.check_separate(leaks, each, 1e-5)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(("kind", "attention"), KINDS[::2])
 @pytest.mark.parametrize("engine", ["stream", "two_pass", "fused", "auto"])
 @pytest.mark.parametrize("b", [1, 2])
