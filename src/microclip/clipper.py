@@ -249,8 +249,8 @@ class Clipper:
         example. If the loss was multiplied before the backward pass (by 1 / steps, in loops that
         accumulate), pass `loss_scale=1 / steps`, which undoes it for both.
         """
-        checks.check_fold_arguments(loss_fn, chunk, domains, size, loss, loss_scale, domain)
         with self._all_or_nothing():
+            checks.check_fold_arguments(loss_fn, chunk, domains, size, loss, loss_scale, domain)
             if loss_fn is None:
                 self._fold_gradient(size, loss, loss_scale, ids, domain)
             else:
@@ -279,13 +279,15 @@ class Clipper:
     def _all_or_nothing(self) -> Iterator[None]:
         """If the block ends early, leave `.grad` as it was, wherever an interrupt (Ctrl-C) hits."""
         parameters, step, mode = self._parameters, self.step, torch.is_grad_enabled()
-        kept = kept_gradients(parameters)
+        kept: list[Tensor | None] | None = None
         try:
+            kept = kept_gradients(parameters)
             yield
         except BaseException as error:
             torch.set_grad_enabled(mode)
             if self.step == step:
-                restore(parameters, kept)
+                if kept is not None:
+                    restore(parameters, kept)
                 if not isinstance(error, Exception):
                     self.discard()
             raise
