@@ -238,20 +238,26 @@ def test_outliers_are_off_by_their_size():
 
 
 def test_a_run_repeats_bit_for_bit_and_survives_a_file(tmp_path):
-    record = run(OUTLIERS, "minnorm-4", 1000, 1e-3)
+    record = run(OUTLIERS, "minnorm-4", 1000, 1e-3, engine="fused")
     append(tmp_path, record)
     with (tmp_path / "outliers-7-10.jsonl").open("a") as file:
         file.write(json.dumps(record.to_json())[:50])  # a crash
     kept = read_all(tmp_path, editions())
     assert list(kept) == [record.job]
-    assert run(OUTLIERS, "minnorm-4", 1000, 1e-3).same_as(kept[record.job])
-    other = run(OUTLIERS, "minnorm-4", 1001, 1e-3)
+    assert run(OUTLIERS, "minnorm-4", 1000, 1e-3, engine="fused").same_as(kept[record.job])
+    other = run(OUTLIERS, "minnorm-4", 1001, 1e-3, engine="fused")
     assert not other.same_as(kept[record.job])
     assert other.weights != record.weights
 
 
+@pytest.mark.parametrize("engine", ["stream", "fused"])
+def test_either_engine_repeats_bit_for_bit(engine):
+    one, two = (run(OUTLIERS, "minnorm-16", 1000, 1e-3, engine=engine) for _ in range(2))
+    assert one.same_as(two)
+
+
 def test_one_microbatch_is_plain_training_bit_for_bit():
-    plain, whole = (run(SHORT, arm, 1000, 1e-3) for arm in (PLAIN, "minnorm-whole"))
+    plain, whole = (run(SHORT, a, 1000, 1e-3, engine="stream") for a in (PLAIN, "minnorm-whole"))
     assert plain.weights == whole.weights
     assert plain.test == whole.test
 

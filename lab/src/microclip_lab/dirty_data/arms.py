@@ -67,7 +67,12 @@ def oracle(setup: Setup) -> Backward:
 
 def clipped(make_rule: Callable[[Setup], Any], microbatch_size: int, setup: Setup) -> Backward:
     """Train with one of the library's rules."""
-    clipper = microclip.Clipper(setup.model, microbatch_size=microbatch_size, rule=make_rule(setup))
+    clipper = microclip.Clipper(
+        setup.model,
+        microbatch_size=microbatch_size,
+        rule=make_rule(setup),
+        engine=setup.engine,
+    )
 
     def backward(rows: Tensor, batch: Batch) -> None:
         outcome = clipper.backward(setup.losses, batch, ids=rows)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from microclip_lab.dirty_data.task import Data, Task
 
 WARM_UP = 0.05  # of all steps
 
+Engine = Literal["auto", "stream", "fused"]
 Batch = tuple[Tensor, Tensor]  # inputs and targets
 Backward = Callable[[Tensor, Batch], object]  # gets the rows of a batch too; fills .grad
 
@@ -35,6 +37,7 @@ class Setup:
         evaluated: The network to evaluate, if it is not `model`.
         held: Whether each training example was held back at its last visit, if the arm says so.
         notes: Figures to keep in the record.
+        engine: The clipper's; "auto" takes the faster one, and they differ in the last bits.
     """
 
     task: Task
@@ -48,6 +51,7 @@ class Setup:
     evaluated: nn.Module | None = None
     held: Tensor | None = None
     notes: dict[str, float] = field(default_factory=dict)
+    engine: Engine = "auto"
 
     @property
     def steps_per_epoch(self) -> int:

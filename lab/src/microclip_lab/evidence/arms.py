@@ -42,7 +42,9 @@ class Arm:
 
 def by_domain(make_rule: Callable[[], Any], microbatch_size: int, setup: Setup) -> Backward:
     """Clip within each domain."""
-    clipper = microclip.Clipper(setup.model, microbatch_size=microbatch_size, rule=make_rule())
+    clipper = microclip.Clipper(
+        setup.model, microbatch_size=microbatch_size, rule=make_rule(), engine=setup.engine
+    )
     domains = setup.data.domains
     if domains is None:
         raise ValueError(f"{setup.task.name} has no domains, so there is nothing to clip within.")

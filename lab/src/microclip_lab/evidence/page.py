@@ -272,7 +272,9 @@ def _method() -> list[str]:
         "* **Refuted** means that the interval ends below half of the effect that the paper "
         "reports.",
         "* Every figure comes from `results/evidence/TASK.jsonl`. "
-        "`benchmarks/evidence.py --rerun` repeats a random run and compares it bit for bit.",
+        "`benchmarks/evidence.py --rerun` repeats a random run and compares it bit for bit, with "
+        "each engine in turn: a clipped run took the one that was faster at the time, and they "
+        "differ in the last bits.",
     ]
 
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from microclip_lab.dirty_data.records import Stage
 from microclip_lab.dirty_data.task import Data, Part, Task, is_better, outputs_of
-from microclip_lab.dirty_data.training import Setup, train
+from microclip_lab.dirty_data.training import Engine, Setup, train
 from microclip_lab.evidence.arms import ARMS, PLAIN
 from microclip_lab.evidence.records import LAST, Record
 from microclip_lab.evidence.snapshots import snapshot
@@ -60,14 +60,19 @@ class Checkpoints:
 
 
 def run(
-    task: Task, arm: str, seed: int, rate: float, stage: Stage = "evaluate", edition: str = ""
+    task: Task,
+    arm: str,
+    seed: int,
+    rate: float,
+    stage: Stage = "evaluate",
+    engine: Engine = "auto",
 ) -> Record:
-    """Train once and return the record."""
+    """Train once and return the record; the engine decides on nothing but the last bits."""
     made = ARMS[arm]
     if made.weight_decay is not None:
         task = dataclasses.replace(task, weight_decay=made.weight_decay)
     data = data_of(task, seed)
-    setup = Setup(task, data, task.model(seed), seed, rate, rate)
+    setup = Setup(task, data, task.model(seed), seed, rate, rate, engine=engine)
     tested = stage == "evaluate"
     looked_at = tested and seed < LOOKED_AT
     checkpoints = Checkpoints(task, data)
@@ -97,7 +102,7 @@ def run(
         stage=stage,
         rate=rate,
         seed=seed,
-        edition=edition or f"{task.edition}.{made.edition}",
+        edition=f"{task.edition}.{made.edition}",
         noisy=checkpoints.curves["noisy"],
         clean=checkpoints.curves["clean"],
         test=test,
