@@ -28,6 +28,8 @@ STREAMED = ("exo_pair", "nca_pair", "sppo_hard", "apo_down", "discopop", "sft")
 @pytest.mark.parametrize("name", [*SINGLE_PASS, *STREAMED])
 def test_losses_of_dpo(name, b):
     options = {"label_smoothing": 0.1} if name in ("robust", "exo_pair") else {}
+    if name == "discopop":  # by default so steep that float32 has an error of 1e-5
+        options = {"discopop_tau": 1.0}
     run = check("dpo", trl_runs.model("llama"), b, loss_type=[name], beta=0.3, **options)
     assert (run._losses.reason == "") == (name in SINGLE_PASS)
 
