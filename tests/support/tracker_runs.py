@@ -27,6 +27,7 @@ def environment(folder: Path) -> dict[str, str]:
         "WANDB_MODE": "offline",
         "WANDB_ERROR_REPORTING": "false",
         "WANDB_SILENT": "true",
+        "WANDB__SERVICE_WAIT": "240",  # its own 30 seconds are not enough on a busy machine
         **{f"WANDB{name}_DIR": str(folder) for name in ("", "_CACHE", "_CONFIG", "_DATA")},
     }
 
