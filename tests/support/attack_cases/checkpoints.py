@@ -174,7 +174,8 @@ def parameters_as_arguments(m, x, n):
 
 @attack(CAUSE, one=linear, two=linear, p=weight(D, D))
 def parameters_as_arguments_reentrant(m, x, n):
-    return reentrant(lambda h, w, b: (h @ w).tanh() + b, m.one(x), m.p, m.two.bias)
+    hidden = reentrant(lambda h, w, b: (h @ w).tanh() + b, m.one(x), m.p, m.two.bias)
+    return reentrant(lambda w, h: (h @ w).tanh(), m.p, hidden)
 
 
 @attack(CAUSE, one=linear, p=weight(D, D))

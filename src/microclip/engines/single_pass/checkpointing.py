@@ -161,14 +161,15 @@ def prepare_reentrant(recorder: Recorder) -> None:
     while frame is not None:
         if frame.f_code is _FORWARD:
             segment = frame.f_locals["ctx"]
-            if not isinstance(segment.run_function, LateRun):
+            run = getattr(segment, "run_function", None)  # not set yet where arguments are checked
+            if run is not None and not isinstance(run, LateRun):
                 arguments = frame.f_locals["args"]
                 if any(recorder.state(each) is DERIVED for each in arguments):
                     raise CannotFuseError(
                         "The single-pass engine cannot follow a tensor made of parameters alone "
                         "into a reentrant checkpoint. Make it inside, or pass use_reentrant=False."
                     )
-                segment.run_function = LateRun(recorder, segment.run_function, arguments)
+                segment.run_function = LateRun(recorder, run, arguments)
                 recorder.has_segments = recorder.has_late_segments = True
         frame = frame.f_back
 
