@@ -348,9 +348,12 @@ class Snapshot:
         elif isinstance(value, type):
             if not _is_foreign(value):
                 self._class(value)
-        elif type(getattr(value, "__dict__", None)) is dict and not _is_foreign(type(value)):
-            if type(value).__module__ != CLIPPER:
-                self._entries(value.__dict__, place, depth)
+        elif (
+            type(getattr(value, "__dict__", None)) is dict
+            and not _is_foreign(type(value))
+            and type(value).__module__ != CLIPPER
+        ):
+            self._entries(value.__dict__, place, depth)
 
     def _class(self, kind: type) -> None:
         """Save numbers that are attributes of a class."""
