@@ -1,12 +1,14 @@
 """The rules by hand-checkable numbers, and the edge-case table of `microclip.rules` row by row."""
 
+import copy
 import math
+import warnings
 
 import pytest
 import torch
 from torch import Tensor
 
-from microclip import rules
+from microclip import Clipper, rules
 from microclip.rules import apply
 
 from properties import RULES, SCALE_FREE
@@ -183,3 +185,48 @@ class TestOwnRule:
     def test_no_weights(self):
         with pytest.raises(NotImplementedError, match="must define weights"):
             weights(rules.Rule(), [1, 2])
+
+
+STREAMING = [rules.MinNorm(), rules.Unit(), rules.Fixed(0.5), rules.Automatic(), rules.Keep()]
+
+
+@pytest.mark.parametrize("rule", [*STREAMING, rules.NormHistory(100)], ids=repr)
+@pytest.mark.parametrize("first", ["zero", "not finite"])
+@pytest.mark.parametrize("how", ["stream", "fused", "fused in chunks", "auto", "fold", "domains"])
+def test_a_first_microbatch_that_does_not_count(rule, first, how):
+    """It gives a streamed sum nothing to refer to, and must not take the others with it."""
+    x, y = torch.randn(8, 4, dtype=torch.float64), torch.arange(8) % 3
+    domains = ["a", "a", "a", "b", "b", "b", "b", "b"] if how == "domains" else None
+    if first == "zero":
+        y[0] = -100
+    else:
+        x[0] = math.nan
+
+    def gradient(engine, folds=False, **options):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(4, 3).double()
+
+        def losses(batch):
+            return torch.nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+        clipper = Clipper(
+            model, 1, rule=copy.deepcopy(rule), engine=engine, nonfinite="skip", **options
+        )
+        ids = range(8)
+        if folds:
+            for part in (slice(0, 3), slice(3, 8)):
+                clipper.fold(losses, (x[part], y[part]), ids=list(ids)[part])
+            clipper.finish()
+        else:
+            clipper.backward(losses, (x, y), ids=ids, domains=domains)
+        return model.weight.grad
+
+    engine = how if how in ("stream", "fused", "auto") else how.split()[0]
+    options = {"memory_budget": 1} if "chunks" in how else {}
+    engine = "stream" if engine in ("fold", "domains") else engine
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that a micro-batch was skipped, or does not fit
+        found = gradient(engine, folds=how == "fold", **options)
+        expected = gradient("two_pass")
+    assert expected.norm() > 0.01
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)

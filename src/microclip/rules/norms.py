@@ -241,8 +241,8 @@ class Keep(Rule):
         return torch.ones_like(norms)
 
     def factor(self, norms: Tensor) -> Tensor:
-        """Return the weight itself: it does not depend on the norms at all."""
-        return torch.ones_like(norms)
+        """Return the weight itself, or NaN for a norm that does not count."""
+        return torch.where(norms.isnan(), norms, 1.0)
 
 
 @dataclass(frozen=True)
