@@ -6,6 +6,7 @@ Knows outcomes; nothing of models.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Hashable
 from typing import Any
 
@@ -13,6 +14,8 @@ import torch
 from torch import Tensor
 
 from microclip.outcome import Noise, Outcome
+
+SHOWN = 5  # domains in a warning
 
 
 class NoiseScale:
@@ -48,6 +51,7 @@ class NoiseScale:
             raise ValueError(f"decay must be at least 0 and below 1, but got {decay!r}.")
         self.decay, self.domain = decay, domain
         self._average: Tensor | None = None  # of trace and squared norm; not divided by its weight
+        self._others: dict[Hashable, None] = {}  # domains of the steps before the first with ours
 
     def update(self, outcome: Outcome) -> None:
         """Add a step, without reading the device. Steps that are not finite do not count."""
@@ -67,6 +71,8 @@ class NoiseScale:
 
     def _of_domain(self, outcome: Outcome) -> Noise | None:
         if outcome.domain_noise is not None:
+            if self.domain not in outcome.domain_noise and self._average is None:
+                self._others.update(dict.fromkeys(outcome.domain_noise))
             return outcome.domain_noise.get(self.domain)
         raise ValueError(
             f"The noise scale of the domain {self.domain!r} alone is not known: this step had no "
@@ -77,8 +83,19 @@ class NoiseScale:
 
     @property
     def scale(self) -> Tensor:
-        """The noise scale in examples; inf if the gradient is all noise, NaN before any step."""
+        """The noise scale in examples; inf if the gradient is all noise, NaN before any step.
+
+        Warns if no step so far had the domain.
+        """
         if self._average is None:
+            if self._others:
+                shown = ", ".join(sorted(map(repr, self._others))[:SHOWN])
+                warnings.warn(
+                    f"No step so far had the domain {self.domain!r}, so its noise scale is not "
+                    f"known; their domains are {shown}{', ...' * (len(self._others) > SHOWN)}.",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
             return torch.tensor(torch.nan)
         trace, squared = self._average
         known = torch.where(squared > 0, trace / squared, torch.inf)

@@ -37,8 +37,8 @@ class Noise:
 
     @property
     def scale(self) -> Tensor:
-        """tr(S) / |G|^2, in examples; inf if this step cannot tell G from 0."""
-        return torch.where(self.squared_norm > 0, self.trace / self.squared_norm, torch.inf)
+        """tr(S) / |G|^2, in examples; inf if this step cannot tell G from 0, NaN if unknown."""
+        return torch.where(self.squared_norm <= 0, torch.inf, self.trace / self.squared_norm)
 
 
 @dataclass(frozen=True, eq=False)

@@ -89,7 +89,9 @@ def test_skipped_microbatches_do_not_count():
 
 
 def test_one_microbatch_says_nothing():
-    assert noise_of(POPULATION, None).trace.isnan()
+    found = noise_of(POPULATION, None)
+    assert found.trace.isnan()
+    assert found.scale.isnan()
 
 
 def test_loss_scaling_does_not_matter():
@@ -246,7 +248,14 @@ class TestDomains:
         noise.update(outcome)
         other.update(outcome)
         torch.testing.assert_close(noise.scale, outcome.noise_scales["a"])
-        assert torch.isnan(other.scale)
+        with pytest.warns(RuntimeWarning, match="had the domain 'not there', .* are 'a', 'b'"):
+            assert torch.isnan(other.scale)
+
+    def test_a_domain_that_comes_late_is_no_mistake(self):
+        noise = NoiseScale(domain="a")
+        noise.update(self.run(domains=["b"] * 8))
+        noise.update(self.run())
+        torch.testing.assert_close(noise.scale, self.run().noise_scales["a"])
 
     @pytest.mark.parametrize("options", [{"domains": None}, {"rule": rules.Median()}])
     def test_where_it_is_not_known(self, options):
