@@ -95,6 +95,20 @@ def test_mean_over_the_step_is_the_stock_sft_trainers(b):
         assert torch.allclose(one, other, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.parametrize("engine", ["auto", "fused"])
+def test_texts_of_accumulated_batches_record_their_own_means(engine):
+    """SFT: a single pass is found whatever the step's other batches are."""
+    clip = {"loss_mean": "step", "rule": KEEP, "microbatch_size": 1, "id_column": "id"}
+    run = trl_runs.trainer(
+        "sft", trl_runs.model("llama"), clip={**clip, "engine": engine},
+        per_device_train_batch_size=4, gradient_accumulation_steps=2,
+    )  # fmt: skip
+    run.train()
+    outcome = run.clipper.outcome
+    own = [trl_runs.stock_loss(run, [i - 100]).item() for piece in outcome.ids for i in piece]
+    assert outcome.example_losses.tolist() == pytest.approx(own, rel=1e-5)
+
+
 @pytest.mark.parametrize("mean", ["microbatch", "example", "step"])
 def test_rule_and_ledger_see_an_examples_own_mean(tmp_path, mean):
     """Whatever the gradient is the mean over, a long text's loss does not count for more."""

@@ -127,6 +127,24 @@ def test_a_loss_of_your_own_is_streamed():
     properties.assert_close(found[0], [2 * g for g in twin], 1e-5)
 
 
+def test_embeddings_instead_of_tokens():
+    class Mine(trl_runs.Sft):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            return model(inputs_embeds=inputs["embeddings"], labels=inputs["labels"]).loss
+
+    def collate(rows):
+        labels = torch.tensor([row["input_ids"][:4] for row in rows])
+        return {"embeddings": torch.nn.functional.one_hot(labels, 23)[..., :16].float(),
+                "labels": labels}  # fmt: skip
+
+    def build(*args, **options):
+        return Mine(*args, data_collator=collate, **options)
+
+    run = trl_runs.trainer("sft", trl_runs.model("llama"), kind=build, clip={"microbatch_size": 1})
+    run.train()
+    assert run.clipper.step == 2
+
+
 def test_experts_are_streamed():
     """The auxiliary loss of a micro-batch is that of its own tokens."""
     from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 try:
@@ -62,17 +63,22 @@ class ClippedTrlMixin(ClippedTrainerMixin):
         """Differentiate one batch; clip if it is the last of a step."""
         loss = super().training_step(model, inputs, num_items_in_batch)
         trainer: Any = self
-        tokens = inputs.get("attention_mask", inputs["input_ids"])
-        count = tokens.sum() if "attention_mask" in inputs else tokens.new_tensor(tokens.numel())
+        if "attention_mask" in inputs:
+            count = inputs["attention_mask"].sum()
+        elif "input_ids" in inputs:
+            count = torch.tensor(inputs["input_ids"].numel())
+        else:  # TRL counts neither embeddings nor anything else
+            return loss
         count = trainer.accelerator.gather(count.to(trainer.accelerator.device)).sum()
         trainer._total_train_tokens += int(count) // trainer._tp_size
         trainer._metrics["train"]["num_tokens"] = [trainer._total_train_tokens]
         return loss
 
-    def stock_loss(self, model: nn.Module, batch: dict[str, Any]) -> Tensor:
-        """Return TRL's own loss of some texts or pairs."""
+    def stock_loss(
+        self, model: nn.Module, batch: dict[str, Any], items: Tensor | None = None
+    ) -> Tensor:
+        """Return TRL's own loss of some texts or pairs, divided by their own labels or `items`."""
         trainer: Any = self
-        items = self._step_labels.items if self._loss_mean == "step" else None
         batch = stacked(batch) if self.pairs else dict(batch)
         with self._on_this_rank():
             loss: Tensor = trainer.compute_loss(model, batch, num_items_in_batch=items)
@@ -80,8 +86,9 @@ class ClippedTrlMixin(ClippedTrainerMixin):
 
     def _loss(self, model: nn.Module, batch: Any) -> Tensor:
         trainer: Any = self
+        items = self._step_labels.items if self._loss_mean == "step" else None
         with trainer.compute_loss_context_manager():
-            return self.stock_loss(model, batch)
+            return self.stock_loss(model, batch, items)
 
     @contextmanager
     def _on_this_rank(self) -> Iterator[None]:
