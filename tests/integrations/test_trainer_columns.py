@@ -118,6 +118,13 @@ def test_a_column_of_something_else(tmp_path, value):
         run.train()
 
 
+def test_ids_that_are_hashes_without_a_sign(tmp_path):
+    data = with_columns(name=lambda row: np.uint64(2**63 + row))
+    run = trainer(tmp_path, bert(), data, b=2, clip=BOTH)
+    with pytest.raises(ValueError, match="'name' has the integer 9223372036854775808.*strings"):
+        run.train()
+
+
 def tokenizer():
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel

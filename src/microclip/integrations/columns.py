@@ -94,7 +94,7 @@ class ColumnCollator:
             values = [_scalar(column, _fields(feature).get(column)) for feature in features]
             numbers = all(type(value) is int for value in values)
             # integers go as a tensor, to be moved and gathered like one; strings stay a list
-            found[column] = torch.tensor(values) if numbers else values
+            found[column] = _integers(column, values) if numbers else values
             if self.as_tensors and not numbers:
                 found[column] = encode_strings(column, values)
         return found
@@ -159,6 +159,17 @@ def decode_strings(values: Any) -> Any:
 def forward_arguments(forward: Callable[..., Any]) -> frozenset[str]:
     """Return the names of a model's inputs, labels included."""
     return frozenset(inspect.signature(forward).parameters) | {"labels", "label", "label_ids"}
+
+
+def _integers(column: str, values: list[Any]) -> Tensor:
+    for value in values:
+        if not -(2**63) <= value < 2**63:
+            raise ValueError(
+                f"Column {column!r} has the integer {value}, which does not fit into 64 bits with "
+                "a sign, as torch's integers have. Make it a column of strings: "
+                f'data = data.cast_column("{column}", datasets.Value("string")).'
+            )
+    return torch.tensor(values)
 
 
 def _scalar(column: str, value: Any) -> Hashable:
