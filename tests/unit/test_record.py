@@ -76,6 +76,18 @@ class TestSteps:
         assert [row["label_probability"] for row in found] == [None, None, 0.5]
         assert [row["other"] for row in found] == [0, 0, 0]
 
+    def test_some_of_the_examples(self, tmp_path):
+        logits = torch.tensor([[0.0, 1.0], [2.0, 0.0], [0.0, 3.0]])
+        with Ledger(tmp_path) as ledger:
+            ledger.record(list("abc"), [1.0, 2.0, 3.0], logits=logits, where=[True, False, True])
+        found = [(row["id"], row["loss"], row["other"]) for row in rows_of(tmp_path)]
+        assert found == [("a", 1.0, 1), ("c", 3.0, 1)]
+
+    def test_whole_numbers_as_floats(self, tmp_path):
+        with Ledger(tmp_path) as ledger:
+            ledger.record(torch.tensor([3.0, 4.0]), torch.ones(2), domains=[0.5, 0.5])
+        assert [row["id"] for row in rows_of(tmp_path)] == [3, 4]
+
     def test_logits_or_labels_alone(self, tmp_path):
         with Ledger(tmp_path) as ledger:
             ledger.record([0], [1.0], logits=torch.tensor([[0.0, 0.0, 9.0]]))
@@ -244,6 +256,12 @@ class TestResuming:
         ((5, torch.ones(2)), "ids must hold one entry per example, but got 5"),
         ((b"ab", torch.ones(2)), "ids must hold one entry per example, but got b'ab'"),
         ((np.ones((2, 3)), torch.ones(2)), "ids must hold one entry per example, but one of them"),
+        (({1, 2}, torch.ones(2)), "ids must be in the order .* but got a set"),
+        (([1, 2.5], torch.ones(2)), "ids must be integers or strings, but one of them is 2.5"),
+        (([1, float("nan")], torch.ones(2)), "but one of them is nan"),
+        ((torch.tensor([1.0, 2.0**24]), torch.ones(2)), "16777216.0: .* below 16777216"),
+        ((np.float32([1, 2**24]), torch.ones(2)), "whole and below 16777216"),
+        ((torch.tensor([1.0, 256.0]).bfloat16(), torch.ones(2)), "whole and below 256"),
         (([1, 2], ["a", "b"]), "losses must be a tensor, an array or a list of numbers.*'a'"),
     ],
 )
@@ -265,6 +283,8 @@ def test_ids_and_losses_that_do_not_fit(tmp_path, given, message):
         ({"labels": torch.ones(3)}, "labels must hold one class number for each of the 2 ids"),
         ({"labels": torch.ones(2, 4)}, "several labels per example"),
         ({"domains": ["de"]}, "domains must hold one entry per example: there are 2 ids"),
+        ({"where": [True]}, r"where must hold True or False for each of the 2 ids.*\(1,\)"),
+        ({"where": [0, 1]}, "type torch.int64"),
         ({"step": 1.5}, "step must be 0 or a positive integer, but got 1.5"),
         ({"step": -1}, "step must be 0 or a positive integer, but got -1"),
     ],
@@ -469,8 +489,9 @@ class TestRecording:
     def test_classes(self, tmp_path, options):
         logits, labels = torch.randn(6, 3, requires_grad=True), torch.tensor([0, 1, 2, 2, 1, 0])
         rows = self.rows(tmp_path, F.cross_entropy, logits, labels, **options)
-        each = F.cross_entropy(logits, labels, **{**options, "reduction": "none"})
-        assert [row["loss"] for row in rows] == pytest.approx(each.tolist())
+        options.pop("reduction", None)
+        each = [F.cross_entropy(logits[[i]], labels[[i]], **options).item() for i in range(6)]
+        assert [row["loss"] for row in rows] == pytest.approx(each)
         assert [row["label"] for row in rows] == labels.tolist()
         own = logits.softmax(1).gather(1, labels[:, None]).squeeze(1)
         assert [row["label_probability"] for row in rows] == pytest.approx(own.tolist())
@@ -483,15 +504,138 @@ class TestRecording:
         each = F.cross_entropy(logits, labels, reduction="none")
         assert [row["loss"] for row in rows] == pytest.approx(each.tolist())
 
-    def test_labels_of_pixels_and_those_that_do_not_count(self, tmp_path):
+    @pytest.mark.parametrize("weight", [None, torch.tensor([0.1, 1.0, 4.0])])
+    def test_labels_of_pixels_and_those_that_do_not_count(self, tmp_path, weight):
         logits = torch.randn(6, 3, 4, requires_grad=True)
         labels = torch.randint(3, (6, 4))
-        labels[0, 1:], labels[1] = -100, -100
-        rows = self.rows(tmp_path, F.cross_entropy, logits, labels)
-        each = F.cross_entropy(logits, labels, reduction="none")
-        expected = [each[0, 0].item(), 0.0, *each[2:].mean(1).tolist()]
+        labels[0, 1:], labels[1] = -100, -100  # an example without targets has no loss
+        rows = self.rows(tmp_path, F.cross_entropy, logits, labels, weight=weight)
+        alone = [F.cross_entropy(logits[[i]], labels[[i]], weight=weight) for i in range(6)]
+        assert [row["id"] for row in rows] == [0, 2, 3, 4, 5]
+        expected = [loss.item() for loss in alone if not loss.isnan()]
         assert [row["loss"] for row in rows] == pytest.approx(expected)
         assert {row["label"] for row in rows} == {None}
+
+    def test_steps_in_which_nothing_counts(self, tmp_path):
+        logits, ignored = torch.randn(2, 3, requires_grad=True), torch.tensor([-100, -100])
+        with Ledger(tmp_path) as ledger:
+            for labels in (ignored, torch.tensor([-100, 1]), ignored):
+                with ledger.recording(torch.tensor([7, 8]), domains=["a", "b"]):
+                    F.cross_entropy(logits, labels)
+        assert [(row["step"], row["id"]) for row in rows_of(tmp_path)] == [(1, 8)]
+        (row,) = rows_of(tmp_path, "microbatches")
+        assert (row["ids"], row["size"], row["domain"]) == ([8], 1, "b")
+        with Ledger(tmp_path) as ledger, ledger.recording([7, 8], step=5):
+            F.cross_entropy(logits, ignored)
+        assert open_ledger(tmp_path).steps == range(1, 2)
+
+    def test_half_precision_does_not_overflow(self, tmp_path):
+        logits = torch.zeros(2, 2, 9000, dtype=torch.float16)
+        logits[:, 0] = 20
+        logits.requires_grad_()
+        labels = torch.ones(2, 9000, dtype=torch.int64)
+        rows = self.rows(tmp_path, F.cross_entropy, logits, labels, count=2)
+        assert [row["loss"] for row in rows] == [20.0, 20.0]
+
+    @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+    @pytest.mark.parametrize(
+        ("function", "shapes"),
+        [
+            (F.gaussian_nll_loss, [(6,), (6,), (6,)]),
+            (F.poisson_nll_loss, [(6,), (6,)]),
+            (F.multi_margin_loss, [(6, 3), 6]),
+            (F.soft_margin_loss, [(6,), (6,)]),
+            (F.margin_ranking_loss, [(6,), (6,), (6,)]),
+            (F.cosine_embedding_loss, [(6, 3), (6, 3), (6,)]),
+            (F.triplet_margin_loss, [(6, 3), (6, 3), (6, 3)]),
+        ],
+    )
+    def test_other_functions(self, tmp_path, function, shapes, reduction):
+        given = [torch.rand(s) if isinstance(s, tuple) else torch.arange(s) % 3 for s in shapes]
+        given[0].requires_grad_()
+        if function in (F.cosine_embedding_loss, F.margin_ranking_loss):
+            given[2] = torch.tensor([1.0, -1.0] * 3)
+        rows = self.rows(tmp_path, function, *given, reduction=reduction)
+        expected = function(*given, reduction="none").tolist()
+        assert [row["loss"] for row in rows] == pytest.approx(expected)
+
+    def test_ctc(self, tmp_path):
+        scores = torch.randn(7, 4, 5, requires_grad=True).log_softmax(2)
+        given = scores, torch.randint(1, 5, (4, 3)), (7, 7, 6, 7), (3, 1, 2, 3)
+        rows = self.rows(tmp_path, F.ctc_loss, *given, count=4)
+        losses = [row["loss"] for row in rows]
+        assert sum(losses) / 4 == pytest.approx(F.ctc_loss(*given).item())
+
+    @pytest.mark.parametrize("shape", [(6,), (6, 1), (6, 1, 1, 1)])
+    def test_one_score_of_any_shape(self, tmp_path, shape):
+        scores, truth = torch.randn(shape, requires_grad=True), torch.ones(shape)
+        rows = self.rows(tmp_path, F.binary_cross_entropy_with_logits, scores, truth)
+        own = scores.sigmoid().flatten().tolist()
+        assert [row["label_probability"] for row in rows] == pytest.approx(own)
+
+    @pytest.mark.filterwarnings("ignore:Using a target size")
+    @pytest.mark.parametrize(
+        "aside",
+        [
+            lambda x: F.mse_loss(x.mean(), torch.tensor(0.0)),
+            lambda x: F.mse_loss(x[:, 0], torch.tensor(0.0)),
+            lambda x: F.mse_loss(x[:0], x[:0].detach(), reduction="sum"),
+        ],
+        ids=["scalars", "scalar target", "empty"],
+    )
+    def test_calls_without_rows_do_not_count(self, tmp_path, aside):
+        logits, labels = torch.randn(6, 3, requires_grad=True), torch.tensor([0, 1, 2, 2, 1, 0])
+        rows = self.rows(tmp_path, lambda: F.cross_entropy(logits, labels) + aside(logits))
+        each = F.cross_entropy(logits, labels, reduction="none")
+        assert [row["loss"] for row in rows] == pytest.approx(each.tolist())
+
+    def test_one_example_that_is_not_a_batch(self, tmp_path):
+        logits, label = torch.randn(3, requires_grad=True), torch.tensor(1)
+        (row,) = self.rows(tmp_path, F.cross_entropy, logits, label, count=1)
+        assert row["loss"] == pytest.approx(F.cross_entropy(logits, label).item())
+        assert row["label"] == 1
+
+    def test_an_empty_batch_and_ids_of_a_generator(self, tmp_path):
+        logits, labels = torch.randn(2, 3, requires_grad=True), torch.tensor([0, 1])
+        with Ledger(tmp_path) as ledger:
+            with ledger.recording([]):
+                F.cross_entropy(logits[:0], labels[:0], reduction="sum")
+            with ledger.recording(i for i in (7, 8)):
+                F.cross_entropy(logits, labels)
+            with pytest.raises(ValueError, match="ids must .* but got 5"), ledger.recording(5):
+                pass
+        assert [(row["step"], row["id"]) for row in rows_of(tmp_path)] == [(1, 7), (1, 8)]
+
+    @pytest.mark.parametrize(
+        ("function", "message"),
+        [
+            (
+                lambda x: (F.mse_loss(x, -x.detach(), reduction="none") * (x > 0)).mean(),
+                r'mse_loss .* reduction="none" .* shape \(6, 4\).* ledger\.record\(ids, losses\)',
+            ),
+            (
+                lambda x: F.mse_loss(x, -x.detach(), reduce=False),
+                r'reduction="none" .* shape \(6, 4\)',
+            ),
+            (
+                lambda x: F.nll_loss(x.view(12, 2), torch.zeros(12).long()) + F.l1_loss(x, x * 2),
+                "nll_loss of 12 rows, l1_loss of 6 rows was called",
+            ),
+            (
+                lambda x: F.ctc_loss(
+                    x.view(2, 6, 2), torch.ones(6, 1).long(), (2,) * 6, (1,) * 6
+                ) + F.l1_loss(x, x * 2),
+                "ctc_loss of 6 rows, l1_loss of 6 rows was called",
+            ),
+        ],
+        ids=["mask", "old arguments", "tokens", "ctc"],
+    )  # fmt: skip
+    @pytest.mark.filterwarnings("ignore:size_average and reduce args")
+    def test_what_cannot_be_known(self, tmp_path, function, message):
+        x = torch.randn(6, 4, requires_grad=True)
+        ledger = Ledger(tmp_path)
+        with pytest.raises(ValueError, match=message), ledger.recording(range(6)):
+            function(x)
 
     def test_numbers(self, tmp_path):
         found, wanted = torch.randn(6, 2, requires_grad=True), torch.randn(6, 2)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
@@ -25,6 +25,9 @@ from microclip.ledger.predictions import (
 )
 from microclip.ledger.tables import EXAMPLES, MICROBATCHES, with_metadata
 
+DOUBLE = 2.0**53
+EXACT = {2: 2.0**11, 4: 2.0**24, 8: DOUBLE}  # bytes of a float: below, whole numbers are exact
+
 
 @dataclass(frozen=True, eq=False)
 class PlainStep:
@@ -38,6 +41,7 @@ class PlainStep:
             where unknown. None if nothing is known.
         classes: How many classes the model tells apart, 0 if unknown.
         domains: One per example, or None.
+        where: Which examples to keep, or None for all.
     """
 
     step: int
@@ -46,6 +50,7 @@ class PlainStep:
     predictions: Tensor | None
     classes: int
     domains: tuple[Hashable, ...] | None
+    where: Tensor | None = None
 
     def __len__(self) -> int:
         return self.losses.shape[0]
@@ -58,10 +63,11 @@ def plain_step(
     logits: Any,
     labels: Labels | None,
     domains: Labels | None,
+    where: Any = None,
 ) -> PlainStep:
     """Check and copy what a step had; later changes of the tensors do not matter."""
-    expect_values(ids=ids, losses=losses, logits=logits, labels=labels)
-    names = _one_each(ids, "ids")
+    expect_values(ids=ids, losses=losses, logits=logits, labels=labels, where=where)
+    names = one_each(ids, "ids")
     size = len(names)
     given = as_tensor(losses, "losses")
     if given.shape != (size,) or not given.dtype.is_floating_point:
@@ -74,12 +80,55 @@ def plain_step(
     if logits is not None or labels is not None:
         rows, classes = predictions(size, logits, labels, given.device)
     copied = given.detach().to(torch.float32, copy=True)
-    of_domains = None if domains is None else _tuple(_one_each(domains, "domains", size))
-    return PlainStep(step, names, copied, rows, classes, of_domains)
+    of_domains = None if domains is None else _tuple(one_each(domains, "domains", size))
+    kept = None if where is None else _where(where, size)
+    return PlainStep(step, names, copied, rows, classes, of_domains, kept)
 
 
-def _one_each(labels: Any, what: str, size: int | None = None) -> Tensor | tuple[Any, ...]:
+def _where(where: Any, size: int) -> Tensor:
+    found = as_tensor(where, "where")
+    if found.shape != (size,) or found.dtype != torch.bool:
+        raise ValueError(
+            f"where must hold True or False for each of the {size} ids, but got a tensor of shape "
+            f"{tuple(found.shape)} and type {found.dtype}."
+        )
+    return found.clone()
+
+
+def kept_rows(steps: Sequence[PlainStep]) -> list[PlainStep]:
+    """Return steps without the examples that are not kept, and only those that have any left."""
+    chosen = [each.where for each in steps if each.where is not None]
+    if not chosen:
+        return list(steps)
+    masks = iter(torch.split(_on_host(chosen), [len(mask) for mask in chosen]))
+    found = [each if each.where is None else _kept(each, next(masks)) for each in steps]
+    return [each for each in found if len(each)]
+
+
+def _kept(step: PlainStep, mask: Tensor) -> PlainStep:
+    if bool(mask.all()):
+        return replace(step, where=None)
+    places = mask.nonzero().squeeze(1)
+    on_device = places.to(step.losses.device)
+
+    def chosen(labels: Any) -> Any:
+        if isinstance(labels, Tensor):
+            return labels[places.to(labels.device)]
+        return None if labels is None else tuple(labels[place] for place in places.tolist())
+
+    return replace(
+        step,
+        ids=chosen(step.ids),
+        losses=step.losses[on_device],
+        predictions=None if step.predictions is None else step.predictions[:, on_device],
+        domains=chosen(step.domains),
+        where=None,
+    )
+
+
+def one_each(labels: Any, what: str, size: int | None = None) -> Tensor | tuple[Any, ...]:
     """Return a copy of labels, one per example: integers of a tensor stay where they are."""
+    exact = DOUBLE
     if isinstance(labels, Tensor):
         if labels.dim() != 1:
             raise ValueError(
@@ -89,6 +138,13 @@ def _one_each(labels: Any, what: str, size: int | None = None) -> Tensor | tuple
         plain = labels.dtype in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
         found: Tensor | tuple[Any, ...]
         found = labels.detach().clone() if plain else tuple(labels.tolist())
+        if labels.is_floating_point():
+            exact = 2 / torch.finfo(labels.dtype).eps
+    elif isinstance(labels, set | frozenset):
+        raise ValueError(
+            f"{what} must be in the order of the examples, but got a set, which has no order. Pass "
+            "a list or a tensor."
+        )
     elif isinstance(labels, str | bytes) or not isinstance(labels, Iterable):
         raise ValueError(f"{what} must hold one entry per example, but got {labels!r}.")
     else:
@@ -98,7 +154,23 @@ def _one_each(labels: Any, what: str, size: int | None = None) -> Tensor | tuple
             f"{what} must hold one entry per example: there are {size} ids, but {what} has "
             f"{len(found)}."
         )
+    if what == "ids" and not isinstance(found, Tensor):
+        return tuple(_name(each, exact) for each in found)
     return found
+
+
+def _name(label: Any, exact: float) -> Any:
+    """Return an id; one that is a floating-point number must be a whole one, and exact."""
+    if not isinstance(label, float) and getattr(getattr(label, "dtype", None), "kind", "") != "f":
+        return label
+    limit = min(exact, EXACT.get(getattr(label, "itemsize", 8), DOUBLE))
+    if not abs(label) < limit or label != int(label):
+        raise ValueError(
+            f"ids must be integers or strings, but one of them is {label!r}: a floating-point "
+            f"number of its type names a single example only if it is whole and below {limit:.0f}. "
+            "Keep ids as integers, such as torch.int64."
+        )
+    return int(label)
 
 
 def _entry(label: Any, what: str) -> Any:

@@ -28,7 +28,7 @@ from microclip.files import Lock
 from microclip.ledger import storage
 from microclip.ledger.arrays import TooMuchTextError
 from microclip.ledger.loss_calls import LossCalls
-from microclip.ledger.plain_step import PlainStep, plain_step, plain_tables
+from microclip.ledger.plain_step import PlainStep, kept_rows, one_each, plain_step, plain_tables
 from microclip.ledger.predictions import as_tensor, expect_values, predictions
 from microclip.ledger.storage import Part
 from microclip.ledger.tables import (
@@ -160,6 +160,7 @@ class Ledger:
         logits: Tensor | Sequence[Any] | None = None,
         labels: Tensor | Sequence[int] | None = None,
         domains: Tensor | Sequence[Hashable] | None = None,
+        where: Tensor | Sequence[bool] | None = None,
         step: int | None = None,
         rank: int | None = None,
     ) -> None: ...
@@ -173,6 +174,7 @@ class Ledger:
         logits: Tensor | Sequence[Any] | None = None,
         labels: Any = None,
         domains: Any = None,
+        where: Any = None,
         step: int | None = None,
         rank: int | None = None,
     ) -> None:
@@ -189,6 +191,7 @@ class Ledger:
             labels: For classification: the given class of each example. With logits and labels,
                 `microclip.find_issues` can suggest other labels.
             domains: A label of each example's origin; losses are then compared within domains.
+            where: Which of the examples to record, True or False for each; by default all.
             step: The number of this step, by default one more than in the last call, from 0. Pass
                 it if training resumes: everything recorded from that step on is replaced.
             rank: The rank that the examples belong to; by default that of this process in
@@ -207,7 +210,7 @@ class Ledger:
         number = writer.next_step if step is None else step
         if isinstance(number, bool) or not isinstance(number, int):
             raise ValueError(f"step must be 0 or a positive integer, but got {step!r}.")
-        writer.add(plain_step(number, ids, losses, logits, labels, domains))
+        writer.add(plain_step(number, ids, losses, logits, labels, domains, where))
 
     @contextmanager
     def recording(
@@ -229,19 +232,35 @@ class Ledger:
         >>> folder.cleanup()
 
         Inside the block, the call of torch's loss function is seen and left as it is: results and
-        gradients are the same bit for bit. It must be the only one with a row per example, in the
-        order of the ids. For other losses, and inside compiled code, use `record`.
+        gradients are the same bit for bit. It must be the only one, with a row per example, in the
+        order of the ids; several calls, or one of other rows, are refused. What is not a call of
+        torch's cannot be seen: if that is the main loss, or part of it, and inside compiled code,
+        use `record`.
+
+        The loss of an example is the mean that torch would return for it alone, whatever the
+        reduction ("sum" and "batchmean" as well): over its tokens or pixels, weighted by class
+        weights, if there are any. (A single class's weight therefore cancels out.) An example whose
+        targets are all ignored (-100) has no loss, and is not recorded in that step. With
+        reduction="none" and several values per example, which of them count is not known here: use
+        `record`.
 
         Args:
             ids: As in `record`.
             domains: As in `record`.
             step: As in `record`.
         """
+        names = one_each(ids, "ids")
         with LossCalls() as seen:
             yield
-        call = seen.of(len(ids))
+        call = seen.of(len(names))
         self.record(
-            ids, call.losses, logits=call.logits, labels=call.labels, domains=domains, step=step
+            names,
+            call.losses,
+            logits=call.logits,
+            labels=call.labels,
+            domains=domains,
+            where=call.counts,
+            step=step,
         )
 
     def record_predictions(
@@ -474,6 +493,10 @@ class _RankWriter:
 
     def _write(self, entries: Sequence[Any]) -> None:
         make = plain_tables if self._plain else tables
+        if self._plain:
+            entries = kept_rows(entries)
+            if not entries:
+                return
         try:
             found = make(entries, self._rank, self._options.examples)
         except TooMuchTextError:
