@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import TensorDataset
+from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
 import microclip
 from microclip import Clipper, Ledger, cli, replay, rules
@@ -157,6 +157,14 @@ class TestFindingRows:
             "function": lambda name: named[name],
         }[kind]
         assert again(tmp_path, model, dataset).same
+
+    @pytest.mark.parametrize("names", [None, NAMES])
+    def test_a_part_of_a_data_set_keeps_its_ids(self, tmp_path, names):
+        model = train(tmp_path, names=names)
+        part = Subset(microclip.with_ids(data(), names), list(reversed(range(COUNT))))
+        assert again(tmp_path, model, part).same
+        with pytest.raises(ValueError, match=r"The ConcatDataset wraps .* or a function that"):
+            again(tmp_path, model, ConcatDataset([part]))
 
     def test_unknown(self, tmp_path):
         model = train(tmp_path, names=self.NAMES)

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from review_runs import CLASSES, COUNT, WRONG, recorded
-from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset
 
 import microclip
 from microclip import read_review, with_ids
@@ -100,6 +100,8 @@ class TestReading:
             ("[]", "has no verdicts"),
             ("[1]", "entry 1 must be an object with an id, an integer or a string, but is 1."),
             ('[{"id": true}]', "entry 1 must be an object with an id"),
+            ('[{"id": 1, "verdict": "relabel", "label": true}]', "the label true, but labels are"),
+            ('[{"id": 1, "verdict": "relabel", "label": {"a": 1}}]', 'the label {"a": 1}, but'),
             ('[{"id": 1}]', "entry 1 has the verdict 'none' for the example 1"),
         ],
     )
@@ -125,15 +127,28 @@ class TestOfARun:
     @pytest.mark.parametrize(
         ("line", "message"),
         [
-            ("999,drop,", "1 of the 1 ids in {} are not in the run {}, for instance 999: this is"),
-            ("a,drop,", "for instance 'a'"),
+            (
+                "999,drop,",
+                "1 of the 1 ids in {} are not in the run {}: 999 in line 2. Correct them: ids are ",
+            ),
+            ("a,drop,\n1,keep,", "1 of the 2 ids in {}: 'a' in line 2. Correct them"),
+            ("0.0,drop,", "'0.0' in line 2. Correct them: ids are like 0."),
+            ("a,drop,\nb,keep,", "2 of the 2 ids in {}. This is the review of another run."),
             ("1,relabel,9", "gives the example 1 the label 9, but the model of {} has the classes"),
+            ("1,relabel,99.0", "gives the example 1 the label 99.0, but the model"),
+            ("0,relabel,1\n1,relabel,cat", "gives the example 1 the label cat, but the model"),
+            ("0,relabel,cat\n1,relabel,9", "the label cat, but the model"),
         ],
     )
     def test_what_does_not_fit_is_refused(self, tmp_path, run, line, message):
         path = written(tmp_path, HEAD + line + "\n")
         with pytest.raises(ValueError, match=".*".join(map(re.escape, message.split("{}")))):
             read_review(path, run)
+
+    def test_labels_as_pandas_writes_them(self, tmp_path, run):
+        path = written(tmp_path, HEAD + "3,relabel,1.0\n4,relabel,0\n")
+        assert dict(read_review(path, run).labels) == {3: 1, 4: 0}
+        assert dict(read_review(path).labels) == {3: 1, 4: 0}
 
     def test_numbers_that_are_strings_in_the_run(self, tmp_path):
         path = ledger(tmp_path / "ledger", name=lambda i: f"0{i}")
@@ -184,6 +199,25 @@ class TestDataSets:
         same = review.apply(Samples([(i, 0) for i in range(3)]), ["a", "b", "c"])
         assert [same[0], same[1]] == [(0, 0), (2, 1)]
 
+    @pytest.mark.parametrize("names", [None, [f"n{i}" for i in range(10)]])
+    def test_a_part_of_a_data_set_keeps_its_ids(self, tmp_path, names):
+        whole = with_ids(Samples([(i, i % 2) for i in range(10)]), names)
+        part = Subset(Subset(whole, [9, 7, 5, 3, 1]), torch.tensor([4, 2, 0]))  # 1, 5, 9
+        first, last = ("1", "9") if names is None else ("n1", "n9")
+        review = read_review(written(tmp_path, HEAD + f"{first},drop,\n{last},relabel,0\n"))
+        cleaned = review.apply(part)
+        assert [cleaned[i][:2] for i in range(2)] == [(5, 1), (9, 0)]
+        review = read_review(written(tmp_path, HEAD + f"{last},drop,\n"))
+        assert review.apply(cleaned).ids == cleaned.ids[:1]
+
+    def test_other_wrappers_of_a_data_set_with_ids_are_refused(self, tmp_path):
+        review = read_review(written(tmp_path, HEAD + "1,drop,\n"))
+        whole = with_ids(Samples([(i, 0) for i in range(3)]))
+        for wrapper in (ConcatDataset([whole, whole]), Subset(ConcatDataset([whole]), [2, 1])):
+            with pytest.raises(ValueError, match="The ConcatDataset wraps a data set with ids"):
+                review.apply(wrapper)
+        assert review.apply(ConcatDataset([whole]), [2, 1, 0]).ids == [2, 0]
+
     @pytest.mark.parametrize(
         ("sample", "label", "expected"),
         [
@@ -213,6 +247,13 @@ class TestDataSets:
             ({"label": 1, "labels": 1}, "0,relabel,1", "it is unclear where its label is"),
             ((1,), "0,relabel,1", "A sample is a tuple of 1"),
             (torch.zeros(2), "0,relabel,1", "A sample is an object of type Tensor"),
+            (
+                (0, torch.zeros(3)),
+                "0,relabel,1",
+                "is of type Tensor of shape (3,). Set",
+            ),
+            ((0, np.zeros(3), 1), "0,relabel,1", "is of type ndarray of shape (3,). Set"),
+            ((0, [0, 1]), "0,relabel,1", "is of type list. Set label= of Review.apply()"),
             ((1, 2), "0,relabel,cat", "The new label 'cat' is a text, but the samples have labels"),
         ],
     )
@@ -259,6 +300,38 @@ class TestTheCommand:
         assert "Without --run, the ids of the other examples are unknown" in capsys.readouterr().out
         assert not (tmp_path / "keep.txt").exists()
         assert (tmp_path / "relabel.csv").read_text().splitlines() == ['"id","label"']
+
+    def test_a_stale_list_to_keep_is_removed(self, tmp_path, run, capsys):
+        out = ["--out", str(tmp_path / "out")]
+        path = written(tmp_path, HEAD + "3,drop,\n")
+        assert main(["apply", str(path), "--run", str(run), *out]) == 0
+        assert main(["apply", str(written(tmp_path, HEAD + "4,drop,\n")), *out]) == 0
+        assert "keep.txt, which was that of an earlier review, was removed" in (
+            capsys.readouterr().out.replace("\n", " ")
+        )
+        names = [file.name for file in sorted((tmp_path / "out").iterdir())]
+        assert names == ["drop.txt", "relabel.csv"]
+
+    def test_a_list_of_ones_own_is_left_alone(self, tmp_path):
+        kept = written(tmp_path, "my own", "keep.txt")
+        path = written(tmp_path, HEAD + "4,drop,\n")
+        assert main(["apply", str(path), "--out", str(tmp_path)]) == 0
+        assert kept.read_text() == "my own"
+
+    def test_ids_of_several_lines(self, tmp_path):
+        path = ledger(tmp_path / "ledger", name=lambda i: f"{i}\nb")
+        review = written(tmp_path, HEAD + '"3\nb",drop,\n')
+        options = ["apply", str(review), "--run", str(path), "--out", str(tmp_path / "out")]
+        with pytest.raises(SystemExit, match=r"does not fit on a single line.*--format json"):
+            main(options)
+        assert not (tmp_path / "out").exists()
+        assert main([*options, "--format", "json"]) == 0
+        assert json.loads((tmp_path / "out" / "drop.json").read_text()) == ["3\nb"]
+
+    def test_ids_of_more_than_64_bits_are_strings(self, tmp_path):
+        path = written(tmp_path, HEAD + "7" * 30 + ",relabel,1\n" + "7" * 5000 + ",drop,\n")
+        assert main(["apply", str(path), "--out", str(tmp_path)]) == 0
+        assert "7" * 30 in (tmp_path / "relabel.csv").read_text()
 
     @pytest.mark.parametrize("content", ["", HEAD + "1,maybe,\n", HEAD + "999,drop,\n"])
     def test_mistakes_are_one_line(self, tmp_path, run, content, capsys):

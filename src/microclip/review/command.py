@@ -49,6 +49,7 @@ def run(config: ApplyConfig) -> Review:
 
     try:
         review = read_review(config.review, config.run)
+        before = list(config.out.glob("keep.*"))
         files = review.write(config.out, config.format)
     except ValueError as error:
         raise SystemExit(f"microclip: {error}") from error
@@ -56,6 +57,9 @@ def run(config: ApplyConfig) -> Review:
     say(f"{len(review):,} verdicts: {', '.join(counts)}.")
     if review.run_ids is None:
         say("Without --run, the ids of the other examples are unknown: there is no list to keep.")
+        for old in before:
+            if not old.exists():
+                say(f"{old}, which was that of an earlier review, was removed.")
     else:
         kept = len(review.run_ids) - review.count("drop")
         say(f"{kept:,} of {len(review.run_ids):,} examples are left.")

@@ -18,7 +18,8 @@ from typing import Any
 from microclip.review.result import DROP, KEEP, RELABEL, VERDICTS, Id, Label, Review
 
 FORMAT, VERSION = "microclip-review", 1
-INTEGER = re.compile(r"-?(0|[1-9][0-9]*)")
+INTEGER = re.compile(r"-?(0|[1-9][0-9]{0,18})")
+LARGEST = 2**63  # ledgers and tables hold integers of 64 bits; larger ones are texts
 ESCAPED = re.compile(r"'+[=+\-@\t\r]")  # an apostrophe was put before it for spreadsheets
 DELIMITERS = ",;\t"
 
@@ -67,8 +68,8 @@ def read_review(path: PathLike, run: PathLike | None = None) -> Review:
     verdicts: dict[Id, str] = {}
     seen: dict[Id, Entry] = {}
     for entry in entries:
-        text = str(entry.id)
-        one: Id = int(text) if integers and INTEGER.fullmatch(text) else text
+        number = _integer(str(entry.id)) if integers else None
+        one: Id = str(entry.id) if number is None else number
         _expect_verdict(file, entry)
         if (other := seen.setdefault(one, entry)) and _differ(entry, other):
             raise ValueError(
@@ -78,7 +79,7 @@ def read_review(path: PathLike, run: PathLike | None = None) -> Review:
         verdicts[one] = entry.verdict
     texts = {one: entry.label for one, entry in seen.items() if entry.verdict == RELABEL}
     if known is not None:
-        _expect_ids(file, verdicts, known)
+        _expect_ids(file, seen, known)
     return Review(verdicts, _labels(file, texts, known), None if known is None else known.ids)
 
 
@@ -156,6 +157,11 @@ def _entry(path: Path, place: str, content: Any) -> Entry:
             f"{json.dumps(content)[:80]}."
         )
     verdict, label = content.get("verdict"), content.get("label")
+    if isinstance(label, bool | list | dict):
+        raise ValueError(
+            f"{path}: {place} gives the example {content['id']!r} the label "
+            f"{json.dumps(label)[:50]}, but labels are integers or strings."
+        )
     new = "" if label is None else str(label).strip()
     return Entry(place, content["id"], str(verdict).lower(), new, from_json=True)
 
@@ -192,28 +198,40 @@ def _ids_are_integers(entries: Sequence[Entry], known: RunIds | None) -> bool:
         return isinstance(known.ids[0], int)
     if any(isinstance(entry.id, str) and entry.from_json for entry in entries):
         return False
-    return all(INTEGER.fullmatch(str(entry.id)) for entry in entries)
+    return all(_integer(str(entry.id)) is not None for entry in entries)
+
+
+def _integer(text: str) -> int | None:
+    number = int(text) if INTEGER.fullmatch(text) else None
+    return number if number is not None and -LARGEST <= number < LARGEST else None
 
 
 def _labels(path: Path, texts: dict[Id, str], known: RunIds | None) -> dict[Id, Label]:
-    if not all(INTEGER.fullmatch(text) for text in texts.values()):
-        return dict(texts)
-    labels: dict[Id, Label] = {one: int(text) for one, text in texts.items()}
-    for one, label in labels.items():
-        if known and known.classes is not None and not 0 <= int(label) < known.classes:
-            raise ValueError(
-                f"{path} gives the example {one!r} the label {label}, but the model of {known.name}"
-                f" has the classes 0 to {known.classes - 1}."
-            )
-    return labels
+    # pandas writes 1.0 for 1 in a column with gaps
+    numbers = {one: _integer(text.removesuffix(".0")) for one, text in texts.items()}
+    classes = None if known is None else known.classes
+    if known is not None and classes is not None:
+        for one, number in numbers.items():
+            if number is None or not 0 <= number < classes:
+                raise ValueError(
+                    f"{path} gives the example {one!r} the label {texts[one][:50]}, but the model "
+                    f"of {known.name} has the classes 0 to {classes - 1}."
+                )
+    integers: dict[Id, Label] = {one: n for one, n in numbers.items() if n is not None}
+    return integers if len(integers) == len(texts) else dict(texts)
 
 
-def _expect_ids(path: Path, verdicts: dict[Id, str], known: RunIds) -> None:
-    if missing := verdicts.keys() - set(known.ids):
-        some = ", ".join(repr(one) for one in sorted(missing, key=str)[:3])
+def _expect_ids(path: Path, seen: dict[Id, Entry], known: RunIds) -> None:
+    if missing := seen.keys() - set(known.ids):
+        places = [f"{one!r} in {entry.place}" for one, entry in seen.items() if one in missing]
         raise ValueError(
-            f"{len(missing):,} of the {len(verdicts):,} ids in {path} are not in the run "
-            f"{known.name}, for instance {some}: this is the review of another run."
+            f"{len(missing):,} of the {len(seen):,} ids in {path} are not in the run {known.name}: "
+            f"{', '.join(places[:3])}{', ...' if len(places) > 3 else ''}. "
+            + (
+                "This is the review of another run."
+                if len(missing) == len(seen) > 1
+                else f"Correct them: ids are like {known.ids[0]!r}."
+            )
         )
 
 

@@ -6,6 +6,7 @@ Knows nothing about how verdicts were read.
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,8 +16,8 @@ from typing import Any, Literal
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from microclip.dataset_ids import DatasetWithIds
 from microclip.files import write_whole
+from microclip.ids_in_part import ids_in
 
 KEEP, RELABEL, DROP = "keep", "relabel", "drop"
 VERDICTS = (KEEP, RELABEL, DROP)
@@ -24,6 +25,7 @@ VERDICTS = (KEEP, RELABEL, DROP)
 Id = int | str
 Label = int | str
 Format = Literal["text", "json", "parquet"]
+ENDINGS = {"text": ("txt", "csv"), "json": ("json", "json"), "parquet": ("parquet", "parquet")}
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,14 +81,17 @@ class Review:
         """Return a data set without the dropped examples, and with the new labels.
 
         Args:
-            dataset: A map-style data set, perhaps one `with_ids`.
+            dataset: A map-style data set, perhaps one `with_ids`, or a torch `Subset` of it.
             ids: The id of each example; by default those of `with_ids`, else positions.
             label: Where the label of a sample is: by default second in a tuple or list, and
                 "label" or "labels" in a dictionary.
         """
         if ids is None:
-            own = dataset.ids if isinstance(dataset, DatasetWithIds) else None
-            ids = range(len(dataset)) if own is None else own
+            if isinstance(dataset, ReviewedDataset):
+                ids = dataset.ids
+            else:
+                own = ids_in(dataset, "ids= with the id of each example")
+                ids = range(len(dataset)) if own is None else own
         plain = [one.item() if hasattr(one, "item") else one for one in ids]
         if len(plain) != len(dataset):
             raise ValueError(
@@ -98,7 +103,8 @@ class Review:
     def write(self, folder: str | os.PathLike[str], format: Format = "text") -> list[Path]:
         """Write lists of ids to keep and to drop, and of new labels; return the files.
 
-        Without the run, the ids to keep are unknown, and only the other two are written.
+        Without the run, the ids to keep are unknown, and only the other two are written; a list to
+        keep that an earlier review left there is removed.
 
         Args:
             folder: Where to; it is created if it does not exist.
@@ -110,25 +116,30 @@ class Review:
         from microclip.draggers.result import write_csv, write_ids, write_parquet
 
         place = Path(folder)
-        place.mkdir(parents=True, exist_ok=True)
         lists = {"drop": self.dropped}
         if self.run_ids is not None:
             lists = {"keep": self.kept_ids(), **lists}
         table = pa.table({"id": list(self.labels), "label": list(self.labels.values())})
-        if format == "parquet":
-            tables = {name: pa.table({"id": ids}) for name, ids in lists.items()}
-            for name, one in {**tables, "relabel": table}.items():
-                write_parquet(one, place / f"{name}.parquet")
-            return [place / f"{name}.parquet" for name in (*lists, "relabel")]
-        ending = "json" if format == "json" else "txt"
+        ids_ending, labels_ending = ENDINGS[format]
+        if format == "text":
+            _expect_lines([one for ids in lists.values() for one in ids])
+        place.mkdir(parents=True, exist_ok=True)
+        names = {name: place / f"{name}.{ids_ending}" for name in ("keep", "drop")}
+        labels = place / f"relabel.{labels_ending}"
+        if "keep" not in lists and names["drop"].exists() and labels.exists():
+            names["keep"].unlink(missing_ok=True)  # it may hold what is dropped now
         for name, ids in lists.items():
-            write_ids(ids, place / f"{name}.{ending}")
-        labels = place / ("relabel.json" if format == "json" else "relabel.csv")
-        if format == "json":
+            if format == "parquet":
+                write_parquet(pa.table({"id": ids}), names[name])
+            else:
+                write_ids(ids, names[name])
+        if format == "parquet":
+            write_parquet(table, labels)
+        elif format == "json":
             write_whole(labels, json.dumps(table.to_pylist()).encode())
         else:
             write_csv(table, labels)
-        return [*(place / f"{name}.{ending}" for name in lists), labels]
+        return [*(names[name] for name in lists), labels]
 
     def _expect_all(self, every_id: Sequence[Id]) -> None:
         """Raise an error if an example that something is to be done with is not among these."""
@@ -183,6 +194,15 @@ class ReviewedDataset(Dataset[Any]):
         return type(sample)(changed)
 
 
+def _expect_lines(ids: Sequence[Id]) -> None:
+    for one in ids:
+        if isinstance(one, str) and one.splitlines() != [one]:
+            raise ValueError(
+                f"The id {one[:50]!r} does not fit on a single line. Write the lists in another "
+                'format: --format json, or Review.write(folder, "json").'
+            )
+
+
 def _like(old: Any, new: Label) -> Any:
     """Return the new label in the type of the old one."""
     if isinstance(old, str):
@@ -192,6 +212,14 @@ def _like(old: Any, new: Label) -> Any:
             f"The new label {new!r} is a text, but the samples have labels of type "
             f"{type(old).__name__}. Relabel with numbers, or set label= of Review.apply() to where "
             "texts are."
+        )
+    shape = getattr(old, "shape", None)
+    if isinstance(old, list | tuple | Mapping) or (shape is not None and math.prod(shape) != 1):
+        what = type(old).__name__ + ("" if shape is None else f" of shape {tuple(shape)}")
+        raise ValueError(
+            f"The new label {new} is a number, but what it is to replace is of type {what}. Set "
+            "label= of Review.apply() to where the class is; one-hot labels must be made from "
+            "classes afterwards."
         )
     if isinstance(old, Tensor):
         return old.new_tensor(new).reshape(old.shape)

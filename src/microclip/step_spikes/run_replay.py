@@ -20,12 +20,12 @@ from torch.utils._pytree import tree_map
 from torch.utils.data import default_collate
 
 from microclip.clipper import Clipper
-from microclip.dataset_ids import DatasetWithIds
 from microclip.draggers.source import LedgerLike, Source
 from microclip.draggers.statistics import Values
 from microclip.engines.gradients import LossFn, trainable
 from microclip.engines.select import EngineName
 from microclip.engines.snapshot import undisturbed
+from microclip.ids_in_part import ids_in
 from microclip.microbatches import cut
 from microclip.rules import Keep
 from microclip.step_spikes.rows import examples_of, shares
@@ -96,8 +96,8 @@ def replay(
             current mode (`train()` or `eval()`), and left as it is.
         loss_fn: As in training; must return one loss per example.
         dataset: Where the examples are: a data set whose positions are the ids, what
-            `microclip.with_ids` returned, a mapping, or a function that returns the sample of an
-            id.
+            `microclip.with_ids` returned or a torch `Subset` of it, a mapping, or a function that
+            returns the sample of an id.
         collate_fn: Makes a batch of samples, like that of the training's data loader.
         engine: As in `Clipper`; with that of the recorded run, norms are the same bit for bit.
     """
@@ -278,8 +278,8 @@ def _blind_spots(source: Source, recorded: dict[str, Any], model: nn.Module) -> 
 
 def _finder(dataset: Any) -> Callable[[Any], Any]:
     """Return a function from an id to its sample."""
-    if isinstance(dataset, DatasetWithIds) and dataset.ids is not None:
-        names = [dataset.ids[place] for place in range(len(dataset))]
+    names = ids_in(dataset, "a function that returns the sample of an id")
+    if names is not None and not isinstance(names, range):
         places: dict[Hashable, int] = {str(name): place for place, name in enumerate(names)}
 
         def look_up(name: Any) -> Any:
