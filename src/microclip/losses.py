@@ -13,7 +13,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.overrides import handle_torch_function, has_torch_function
 
 ELEMENTS = 2**22  # logits at once, unless the caller decides
@@ -140,9 +139,11 @@ class Head:
 
     @staticmethod
     def product_dtype(hidden: Tensor) -> torch.dtype:
-        """Return the precision of the product, which autocast may lower."""
+        """Return the precision of the product, which autocast may lower, but not from float64."""
         kind = hidden.device.type
-        return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+        if hidden.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
+            return hidden.dtype
+        return torch.get_autocast_dtype(kind)
 
     def logits(self, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return (..., words), in single precision or wider."""
@@ -246,8 +247,13 @@ class _TokenLosses(torch.autograd.Function):
         return losses
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, d: Tensor) -> Any:
+        if torch.is_grad_enabled():  # create_graph=True: these gradients would be constants
+            raise RuntimeError(
+                "chunked_cross_entropy cannot be differentiated twice, as create_graph=True asks "
+                "for (gradient penalties, Hessians). Use torch.nn.functional.cross_entropy with a "
+                "table of logits there."
+            )
         hidden, weight, bias, labels, totals, slope = ctx.saved_tensors
         by_hidden, by_weight, by_bias = ctx.needs_input_grad[:3]
         found: list[Tensor | None] = [None, None, None]

@@ -110,6 +110,34 @@ def test_autocast():
     torch.testing.assert_close(found, from_table(hidden, weight, labels), rtol=5e-2, atol=5e-2)
 
 
+def test_autocast_leaves_float64_alone():
+    hidden, weight, labels, bias = inputs()
+    with torch.autocast("cpu", torch.bfloat16):
+        found = chunked_cross_entropy(hidden, weight, labels, bias)
+    wanted = from_table(hidden, weight, labels, bias)
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+@pytest.mark.parametrize("engine", [None, "stream", "fused", "auto"])
+def test_gradient_penalties_are_refused(engine, frozen):
+    """Without a word, the penalty would have no gradient."""
+    x, weight, labels, _ = (each.detach() for each in inputs())
+    body, head = nn.Linear(WIDTH, WIDTH).double(), nn.Parameter(weight, requires_grad=not frozen)
+
+    def losses(batch):
+        hidden = body(batch[0])
+        each = chunked_cross_entropy(hidden, head, batch[1])
+        (slope,) = torch.autograd.grad(each.sum(), hidden, create_graph=True)
+        return each + slope.square().sum((1, 2))
+
+    model = nn.ModuleList([body])
+    model.register_parameter("head", head)
+    step = partial(Clipper(model, 1, engine=engine).backward, losses) if engine else losses
+    with pytest.raises(RuntimeError, match="differentiated twice"):
+        step((x, labels))
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
