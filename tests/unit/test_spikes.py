@@ -69,6 +69,22 @@ class TestSteps:
         (spike,) = spikes(plain(tmp_path, {30: [9.0] * 8})).found
         assert "No row of step 30 stands out" in spike.note
 
+    @pytest.mark.parametrize(
+        ("losses", "note"),
+        [
+            ([1001.0, 1.0], "'30:0' has 100% of the loss, where an even share is 50.0%."),
+            ([1001.0, 1.0, 1.0], "'30:0' has 100% of the loss, where an even share is 33.3%."),
+            ([1.0, 1001.0, 501.0, 1.0], "'30:1' and 1 more have 100% of the loss, where an even"),
+            ([1.0, np.nan, np.nan, 1.0], "'30:1' and 1 more have 100% of the loss"),
+            ([9.0, 8.0], "No row of step 30 stands out"),
+            ([np.nan] * 4, "No row of step 30 stands out"),
+            ([9.0], "No row of step 30 stands out"),
+        ],
+    )
+    def test_steps_of_few_rows(self, tmp_path, losses, note):
+        (spike,) = spikes(plain(tmp_path, {30: losses}, size=len(losses))).found
+        assert spike.note.startswith(note)
+
     def test_falling_losses_are_no_spikes(self, tmp_path):
         torch.manual_seed(0)
         with Ledger(tmp_path) as ledger:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from microclip.draggers.result import PathLike, write_csv
@@ -15,6 +16,7 @@ from microclip.step_spikes.rows import examples_of, shares
 from microclip.step_spikes.series import FEWEST, StepSeries, read_series, stand_out
 
 NEAR = 1  # spikes at most this many recorded steps apart are one
+FAR = 3.0  # times the usual loss or gradient energy, and that of the step's median row
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,7 +128,7 @@ def spikes(
     for first, last in events:
         step = int(series.steps[first])
         rows = _ranked(examples[step], series.has_norms and series.microbatches[first] > 1)
-        note = _note(rows, step)
+        note = _note(rows, step, float(usual_losses[first]), float(usual_norms[first]))
         found.append(
             Spike(
                 step=step,
@@ -190,26 +192,48 @@ def _ranked(step: dict[str, Any], by_norm: bool) -> pa.Table:
     return table.take(pa.array(order))
 
 
-def _note(rows: pa.Table, step: int) -> str:
+def _note(rows: pa.Table, step: int, usual_loss: float, usual_norm: float) -> str:
     """Say who is to blame, or that nobody in this step is."""
-    first = rows.slice(0, 1).to_pylist()[0]
-    shares = {"loss": first["loss_share"], "gradient energy": first["energy_share"]}
-    known = {what: share for what, share in shares.items() if share is not None}
-    if not known:
+    found = []
+    if rows["loss_share"].null_count == 0:
+        losses = rows["loss"].to_numpy()
+        least = min(0.0, *np.nan_to_num([usual_loss, *losses[np.isfinite(losses)]]).tolist())
+        out = _far_above(losses - least, usual_loss - least, FAR)
+        found.append(("loss", "loss_share", out))
+    if rows["energy_share"].null_count == 0:
+        out = _far_above(rows["microbatch_norm"].to_numpy(), usual_norm, FAR**0.5)
+        found.append(("gradient energy", "energy_share", out))
+    if not found:
         return "Neither losses nor norms of single examples are known, so no row can be named."
-    what, share = max(known.items(), key=lambda pair: pair[1])
-    even = 1 / len(rows)
-    if share < 3 * even or len(rows) < 2:
+    blamed = []
+    for what, name, out in found:
+        those = rows.filter(pa.array(out)).sort_by([(name, "descending")])
+        blamed.append((what, those[name].to_pylist(), those))
+    what, shares, those = max(blamed, key=lambda one: max(one[1], default=0.0))
+    if not shares:
         return (
-            f"No row of step {step} stands out: all have a high loss, so an earlier step probably "
+            f"No row of step {step} stands out: most have a high loss, so an earlier step probably "
             "did the damage. Look at the steps before, the learning rate and the loss scale."
         )
-    if first["microbatch_size"] > 1 and what == "gradient energy":
+    one, size = those["id"][0].as_py(), those["microbatch_size"][0].as_py()
+    if size > 1 and what == "gradient energy":
         return (
-            f"The micro-batch of {first['id']!r} has {share * first['microbatch_size']:.0%} of the "
-            f"{what}; norms cannot tell its {first['microbatch_size']} members apart."
+            f"The micro-batch of {one!r} has {shares[0] * size:.0%} of the {what}; norms cannot "
+            f"tell its {size} members apart."
         )
-    return f"{first['id']!r} has {share:.0%} of the {what}, where an even share is {even:.1%}."
+    even = len(shares) / len(rows)
+    who = f"{one!r} has"
+    if len(shares) > 1:
+        who = f"{one!r} and {len(shares) - 1} more have"
+    return f"{who} {sum(shares):.0%} of the {what}, where an even share is {even:.1%}."
+
+
+def _far_above(values: Values, usual: float, factor: float) -> npt.NDArray[np.bool_]:
+    """Return which values are this many times as large as usual, and as most others of the step."""
+    values = np.where(np.isfinite(values), values, np.inf)
+    median = np.sort(values)[(len(values) - 1) // 2]  # the lower one: half of them may be bad
+    found: npt.NDArray[np.bool_] = values > factor * np.fmax(median, usual)
+    return found
 
 
 def _limits(source: Source, series: StepSeries) -> tuple[str, ...]:
