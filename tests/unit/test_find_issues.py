@@ -114,6 +114,26 @@ class TestDigits:
         assert any("losses alone" in note for note in found.notes)
         assert found.table["suggested_label"].null_count == len(found)
 
+    @pytest.mark.parametrize(
+        ("scale", "shift", "statistic"), [(1.0, 0.0, "loss"), (1000.0, -5.0, "excess")]
+    )
+    def test_losses_of_any_sign_and_scale(self, tmp_path, scale, shift, statistic):
+        """Neither an example without any loss nor the scale of a domain spoils the others."""
+        data = digits(0.1, seed=3, count=600)
+        train(tmp_path / "plain", data, logits=False)
+        with Ledger(tmp_path / "scaled") as ledger:
+            for rows in visits_of(tmp_path / "plain"):
+                ids, losses = (np.array([row[name] for row in rows]) for name in ("id", "loss"))
+                losses = np.where(ids % 2, scale, 1.0) * np.where(ids == 0, 0.0, losses) + shift
+                domains = ["ab"[one % 2] for one in ids]
+                ledger.record(ids.tolist(), torch.tensor(losses), domains=domains)
+        found = find_issues(tmp_path / "scaled")
+        (flagged,) = sorted_columns(found, "flagged")
+        assert found.statistic == statistic
+        assert flagged[data.wrong].mean() > 0.8
+        assert data.wrong[flagged].mean() > 0.7
+        assert any("losses alone" in note for note in found.notes)
+
     def test_labels_given_later(self, tmp_path):
         """With predictions on record, labels may be passed instead of recorded."""
         data = digits(0.1, seed=4)
@@ -191,15 +211,20 @@ class TestDigits:
         assert flagged[data.wrong].mean() > 0.7
 
 
-def replay(path, ledger):
-    """Record the likeliest class of a ledger's visits, without labels."""
+def visits_of(path):
+    """Return the rows of each step of a ledger."""
     from microclip.ledger import open_ledger
 
     steps = {}
     for batch in open_ledger(path).examples():
         for row in batch.to_pylist():
             steps.setdefault(row["step"], []).append(row)
-    for rows in steps.values():
+    return steps.values()
+
+
+def replay(path, ledger):
+    """Record the likeliest class of a ledger's visits, without labels."""
+    for rows in visits_of(path):
         logits = torch.full((len(rows), CLASSES), -20.0)
         for place, row in enumerate(rows):
             logits[place, row["label"]] = np.log(max(row["label_probability"], 1e-9))
@@ -486,12 +511,25 @@ class TestBadInput:
             (lambda labels: {5: 1}, "labels has no label for the example"),
             (lambda labels: [99, *labels[1:]], "label 99 of the example 0 is out of range.*10"),
             (lambda labels: [-1, *labels[1:]], "label -1 of the example 0 is out of range"),
+            (lambda labels: ["cat"] * 1000, "label 'cat' of the example .* is not a whole number"),
+            (lambda labels: [0.9] * 1000, "label '0.9' of the example .* is not a whole number"),
+            (lambda labels: [np.nan] * 1000, "label 'nan' of the example .* not a whole number"),
+            (lambda labels: np.eye(1000), "of the example .* is not a whole number. Pass the num"),
+            (
+                lambda labels: [(labels[0] + 1) % 10, *labels[1:]],
+                "differ from those on record for 1 of the 1000 examples: 0 has",
+            ),
         ],
     )
     def test_given_labels_that_do_not_fit(self, noisy, change, message):
         data, path = noisy
         with pytest.raises(ValueError, match=message):
             find_issues(path, labels=change(data.given.tolist()))
+
+    def test_given_labels_that_are_those_on_record(self, noisy):
+        data, path = noisy
+        for labels in (data.given, data.given.double().numpy()):
+            assert find_issues(path, labels=labels).ids() == find_issues(path).ids()
 
     def test_nothing_there(self, tmp_path):
         with pytest.raises(FileNotFoundError, match="There is no ledger at"):

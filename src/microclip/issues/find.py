@@ -53,7 +53,7 @@ def find_issues(
             must have a loss per example; with logits and labels, the verdicts are better and other
             labels are suggested.
         labels: The given class of each example, if it was not recorded: a mapping from ids, or a
-            sequence whose places are the ids.
+            sequence whose places are the ids. Labels on record must not differ from them.
         threshold: Flag examples that are wrong with at least this probability.
     """
     if not 0 < threshold <= 1:
@@ -66,6 +66,8 @@ def find_issues(
     given = None if labels is None else _given_labels(evidence, labels, record.classes)
     history = read_history(source, evidence, record.classes, given)
     _expect_one_label_each(evidence, history)
+    if given is not None:
+        _expect_recorded(evidence, history, given)
     return _judge(evidence, history, record.classes, threshold)
 
 
@@ -126,7 +128,7 @@ def _given_labels(evidence: Evidence, labels: Labels, classes: int | None) -> Nu
                 f"labels has no label for the example {one!r}. Pass a mapping from every id in the "
                 "ledger to its class, or, if ids are positions in the data set, a sequence."
             )
-        label = int(labels[one])
+        label = _class(labels[one], one)
         if label < 0 or (classes is not None and label >= classes):
             told = "0 or above" if classes is None else f"one of the {classes} classes"
             raise ValueError(
@@ -134,6 +136,28 @@ def _given_labels(evidence: Evidence, labels: Labels, classes: int | None) -> Nu
             )
         found[place] = label
     return found
+
+
+def _class(label: Any, one: Any) -> int:
+    value = label.item() if getattr(label, "shape", None) == () else label
+    if not isinstance(value, int | float) or value % 1 != 0:
+        raise ValueError(
+            f"The label {str(label)[:50]!r} of the example {one!r} is not a whole number. Pass the "
+            "number of its class, 0, 1, 2, ..., as the model counts them."
+        )
+    return int(value)
+
+
+def _expect_recorded(evidence: Evidence, history: History, given: Numbers) -> None:
+    differ = np.flatnonzero(history.labels != given)
+    if len(differ):
+        first = int(differ[0])
+        raise ValueError(
+            f"labels differ from those on record for {len(differ)} of the {len(evidence)} examples:"
+            f" {evidence.index.ids[first].as_py()!r} has {given[first]}, but was trained with "
+            f"{history.labels[first]}. What is judged are the labels that a model was trained "
+            "with: leave labels= out, or train again with the new ones."
+        )
 
 
 def _expect_one_label_each(evidence: Evidence, history: History) -> None:
@@ -286,8 +310,8 @@ def _notes(
         found.append(f"{of[0].upper()}{of[1:]} a single example, which cannot be judged.")
     if unknown:
         found.append(
-            f"{unknown} examples cannot be judged: they were seen once, or what the others are "
-            "judged by was not recorded of them."
+            f"{unknown} examples cannot be judged: they were seen once, their loss was always 0, "
+            "or what the others are judged by was not recorded of them."
         )
     if high > 2 * wrong + 10:
         found.append(
@@ -302,7 +326,7 @@ def _notes(
                 "many labels are hard for it, and it cannot tell which of these are wrong. A "
                 "better model, or more training, can."
             )
-    elif history.statistic == "loss":
+    else:
         found.append(
             "Judged by losses alone, which cannot always tell wrong examples from hard ones. For "
             "classification, record logits and labels too: verdicts get better, and come with a "

@@ -4,13 +4,14 @@
 | --- | --- |
 | predictions and labels, of most | mean over visits of log(p of likeliest other / p of label) |
 | losses above 0 | logarithm of the mean loss, without the first tenth of the steps |
-| losses of any sign | mean loss above the median of the step |
+| losses of any sign | mean loss above the median of the step, by domain |
 
 The first is the area under the margin: over a whole run, examples that are right have more support
 from the others than those that are wrong, even if the model learns both in the end. The losses of
 the first steps are left out because they may be ten times as large and mean nothing yet. A visit
 counts as *learned* if the label was the likeliest class or, without predictions, if the loss was
-below half of the typical one at the start. Knows nothing about verdicts.
+below half of the typical one at the start. An example whose loss is exactly 0 throughout, as if it
+were masked, has no number, unless most are like that. Knows nothing about verdicts.
 """
 
 from __future__ import annotations
@@ -76,17 +77,21 @@ def read_history(
     loss = np.where(np.isnan(after), evidence.loss.mean, after)
     if np.mean(margins.counts > 0) > 0.5:
         numbers, floor, statistic = margins.mean, 0.0, "margin"
-    elif float(np.nanmin(loss, initial=np.inf)) > 0:
+    elif not (loss < 0).any() and np.sum(loss > 0) >= np.sum(loss == 0):
+        loss = np.where(loss == 0, np.nan, loss)
         numbers, statistic = np.log(loss), "loss"
         lower = min(start, _typical_loss(source, 1) or start)  # it may start far too high
         floor = float(np.log(lower / 2)) if lower > 0 else -np.inf
     else:
         numbers, floor, statistic = evidence.excess.mean.copy(), -np.inf, "excess"
-    if len(evidence.domain_names) > 1 and statistic == "loss":
+    if len(evidence.domain_names) > 1 and statistic != "margin":
         # losses of different tasks are not comparable
         middle = float(np.nanmedian(numbers))
         numbers = numbers - medians(numbers, evidence.domains) + middle
-        loss = np.exp(numbers)
+        if statistic == "loss":
+            loss = np.exp(numbers)
+        else:
+            numbers = _scaled(numbers - middle, evidence.domains)
     suggested, votes = gathered.votes.winners(len(evidence))
     return History(
         numbers,
@@ -108,6 +113,12 @@ def read_history(
         gathered.changed,
         statistic,
     )
+
+
+def _scaled(values: Values, groups: Numbers) -> Values:
+    """Divide values by their group's median distance from 0, where that is not 0."""
+    spread = medians(np.abs(values), groups)
+    return values / np.where(spread > 0, spread, 1.0)
 
 
 def _tenth(source: Source, number: int) -> int:
