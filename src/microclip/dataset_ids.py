@@ -15,6 +15,11 @@ from torch.utils.data import Dataset, IterableDataset
 
 Id = int | str
 
+LABELS_ERROR = (
+    "The last entry of this batch is not its ids, but the target of the loss. Use a loader of "
+    "microclip.with_ids(dataset), or pass ids=, a function that finds them in a batch."
+)
+
 
 def with_ids(
     dataset: Dataset[Any] | Sequence[Any], ids: Sequence[Id] | None = None, *, key: str = "id"
@@ -142,3 +147,17 @@ def ids_of(batch: Any, key: str = "id") -> Any:
             "a batch."
         )
     return found
+
+
+def are_labels(ids: Any, target: Tensor, look: bool) -> bool:
+    """Whether ids are the target of a loss; without a look at their values, if they are a copy."""
+    if not isinstance(ids, Tensor) or ids.shape != target.shape:
+        return False
+    if ids.data_ptr() == target.data_ptr():
+        return bool(len(ids))
+    return look and have_repeats(ids) and bool((ids.to(target.device) == target).all())
+
+
+def have_repeats(ids: Any) -> bool:
+    """Whether an id occurs more than once."""
+    return len(set(ids.tolist() if isinstance(ids, Tensor) else ids)) < len(ids)

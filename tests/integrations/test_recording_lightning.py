@@ -77,6 +77,7 @@ class Returns(Model):
     """Computes something that torch has no function for, and returns it."""
 
     def training_step(self, batch, batch_idx):
+        batch.pop("id")
         logits = self.net(batch["x"])
         losses = -logits.log_softmax(1).gather(1, batch["y"][:, None]).squeeze(1)
         return {"loss": losses.mean(), "losses": losses, "logits": logits}
@@ -114,24 +115,52 @@ def test_ids_and_domains_that_functions_find(tmp_path):
     assert all({str(i % 2) for i in row["ids"]} == {row["domain"]} for row in rows)
 
 
-def test_manual_optimization_and_skipped_batches(tmp_path):
-    class Manual(Model):
-        def __init__(self):
-            super().__init__(lr=0.1)
-            self.automatic_optimization = False
+class Manual(Model):
+    """Steps by itself, except for batch 1."""
 
-        def training_step(self, batch, batch_idx):
-            if batch_idx == 1:
-                return None
-            optimizer = self.optimizers()
-            optimizer.zero_grad()
-            loss = F.cross_entropy(self.net(batch[0]), batch[1])
-            self.manual_backward(loss)
-            optimizer.step()
-            return loss
+    def __init__(self, function, returns=False):
+        super().__init__(lr=0.1)
+        self.automatic_optimization = False
+        self.function, self.returns = function, returns
 
-    recorded(tmp_path, Manual(), max_epochs=1)
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 1:
+            return None
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        loss = self.function(self.net(batch[0]), batch[1])
+        self.manual_backward(loss)
+        optimizer.step()
+        return loss if self.returns else None
+
+
+@pytest.mark.parametrize("returns", [True, False])
+def test_manual_optimization_and_skipped_batches(tmp_path, returns):
+    recorded(tmp_path, Manual(F.cross_entropy, returns), max_epochs=1)
     assert len(rows_of(tmp_path / "ledger")) == COUNT - 8
+
+
+def test_a_call_that_is_not_part_of_the_loss(tmp_path):
+    """Such as one that is only logged; constant factors do not matter."""
+
+    class Logs(Model):
+        def training_step(self, batch, batch_idx):
+            logits = self.net(batch[0])
+            F.l1_loss(logits, torch.zeros_like(logits))
+            return {"loss": 3 * F.cross_entropy(logits, batch[1]) + 1}
+
+    recorded(tmp_path, Logs(), max_epochs=1)
+    assert {row["label"] for row in rows_of(tmp_path / "ledger")} == {0, 1, 2}
+
+
+def test_examples_without_targets_are_left_out(tmp_path):
+    class Ignores(Model):
+        def training_step(self, batch, batch_idx):
+            return F.cross_entropy(self.net(batch[0]), batch[1], ignore_index=2)
+
+    recorded(tmp_path, Ignores(), max_epochs=1)
+    found = sorted(row["id"] for row in rows_of(tmp_path / "ledger"))
+    assert found == (data()[1] != 2).nonzero().flatten().tolist()
 
 
 def test_a_batch_that_is_evaluated_again_is_recorded_once(tmp_path):
@@ -174,8 +203,50 @@ class TestMistakes:
             def training_step(self, batch, batch_idx):
                 return self.net(batch[0]).square().mean()
 
-        with pytest.raises(ValueError, match=r"The losses of 8 examples .* none was called"):
+        message = r'losses of 8 examples .* none was called.*{"loss": loss, "losses": losses}'
+        with pytest.raises(ValueError, match=message):
             recorded(tmp_path, Own())
+        own = Manual(lambda logits, y: logits.square().mean())
+        with pytest.raises(ValueError, match="none was called"):
+            recorded(tmp_path, own, name="manual")
+
+    @pytest.mark.parametrize("own", [False, True], ids=["two functions", "one of its own"])
+    def test_several_losses(self, tmp_path, own):
+        class Several(Model):
+            def training_step(self, batch, batch_idx):
+                logits = self.net(batch[0])
+                main = F.cross_entropy(logits, batch[1])
+                if own:
+                    main = -logits.log_softmax(1).gather(1, batch[1][:, None]).mean()
+                return main + 0.01 * F.mse_loss(logits, torch.zeros_like(logits))
+
+        seen = "also has parts that do not" if own else "cross_entropy of 8 rows, mse_loss of 8"
+        with pytest.raises(ValueError, match=rf'{seen}.* return .*"losses": losses'):
+            recorded(tmp_path, Several())
+
+    def test_several_losses_of_manual_optimization(self, tmp_path):
+        both = Manual(lambda logits, y: F.cross_entropy(logits, y) + F.cross_entropy(-logits, y))
+        with pytest.raises(ValueError, match=r'cross_entropy of 8 rows, .*"losses": losses'):
+            recorded(tmp_path, both)
+
+    @pytest.mark.parametrize("copied", [False, True])
+    def test_labels_instead_of_ids(self, tmp_path, copied):
+        class Copies(Model):
+            def training_step(self, batch, batch_idx):
+                y = batch[1].clone() if copied else batch[1]
+                return F.cross_entropy(self.net(batch[0]), y)
+
+        batches = DataLoader(TensorDataset(*data()), batch_size=8)
+        with pytest.raises(ValueError, match="the target of the loss. Use a loader of microclip"):
+            recorded(tmp_path, Copies(), batches)
+
+    def test_ids_that_repeat(self, tmp_path):
+        x, y = data()
+        batches = DataLoader(TensorDataset(x, y, torch.arange(COUNT) // 2), batch_size=8)
+        with pytest.warns(RuntimeWarning, match="several times in one batch") as warned:
+            recorded(tmp_path, Model(), batches)
+        assert sum("several times" in str(each.message) for each in warned) == 1
+        assert len(rows_of(tmp_path / "ledger")) == 2 * COUNT
 
     def test_with_clipping(self, tmp_path):
         with Ledger(tmp_path / "ledger") as ledger:

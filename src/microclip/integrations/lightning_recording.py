@@ -7,6 +7,7 @@ Training is not changed in any way. What is recorded is for `microclip.find_issu
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
@@ -18,21 +19,27 @@ except ImportError as error:
         "microclip.integrations.lightning needs lightning: pip install 'microclip[lightning]'"
     ) from error
 
-from microclip.dataset_ids import ids_of
+from torch import Tensor
+
+from microclip.dataset_ids import LABELS_ERROR, are_labels, have_repeats, ids_of
 
 if TYPE_CHECKING:
     from microclip.ledger import Ledger
+    from microclip.ledger.loss_calls import LossCall
     from microclip.microbatches import Domains, Ids
 
 GIVEN = ("losses", "logits", "labels")  # what training_step may return besides its loss
+REMEDY = 'Let training_step return one loss per example: {"loss": loss, "losses": losses}.'
+LOOKED_AT = 10  # batches whose ids are read, to see that they are none of something else
 
 
 class RecordExamples(pl.Callback):
     """Records the loss of every example of plain training: `Trainer(callbacks=[...])`.
 
     The losses are those of the loss function of torch that `training_step` calls (see
-    `Ledger.recording`). If it calls several, or none, let it return a dictionary with `losses`, one
-    per example, next to `loss`; and `logits` and `labels`, if it classifies.
+    `Ledger.recording`), of which the loss that it returns must consist. If it calls several, or
+    none, or adds something else, let it return a dictionary with `losses`, one per example, next to
+    `loss`; and `logits` and `labels`, if it classifies.
 
     A step of the ledger is a batch, also if gradients are accumulated over several.
 
@@ -57,6 +64,7 @@ class RecordExamples(pl.Callback):
             )
         self._ledger, self._ids, self._domains = ledger, ids or ids_of, domains
         self._batch = -1  # Lightning's number of the last one
+        self._to_look_at = LOOKED_AT
         self._release: Callable[[], None] | None = None
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -72,7 +80,7 @@ class RecordExamples(pl.Callback):
                     "MicrobatchClip records what it clips by itself: pass it the ledger, "
                     "MicrobatchClip(ledger=ledger), and leave RecordExamples out."
                 )
-        self._batch = -1
+        self._batch, self._to_look_at = -1, LOOKED_AT
         strategy: Any = trainer.strategy
         before, step = vars(strategy).get("training_step"), strategy.training_step
 
@@ -83,7 +91,7 @@ class RecordExamples(pl.Callback):
             if number == self._batch or getattr(loop, "_skip_backward", False):
                 return step(batch, *rest)
             self._batch = number
-            return self._recorded(step, batch, rest)
+            return self._recorded(trainer, step, batch, rest)
 
         def release() -> None:
             with suppress(AttributeError):
@@ -93,23 +101,48 @@ class RecordExamples(pl.Callback):
 
         strategy.training_step, self._release = training_step, release
 
-    def _recorded(self, step: Callable[..., Any], batch: Any, rest: tuple[Any, ...]) -> Any:
+    def _recorded(
+        self, trainer: pl.Trainer, step: Callable[..., Any], batch: Any, rest: tuple[Any, ...]
+    ) -> Any:
         from microclip.ledger.loss_calls import LossCalls
+        from microclip.ledger.plain_step import one_each
 
-        ids = self._ids(batch)
+        automatic, updates = trainer.lightning_module.automatic_optimization, trainer.global_step
+        found = self._ids(batch)
+        ids = one_each(found, "ids")
         with LossCalls() as seen:
             output = step(batch, *rest)
-        if output is None:  # a batch that training leaves out
+        idle = automatic or (not seen.calls and trainer.global_step == updates)
+        if output is None and idle:  # a batch that training leaves out
             return None
         given = {name: output[name] for name in GIVEN if _has(output, name)}
-        if "losses" in given:
-            losses = given.pop("losses")
-        else:
-            call = seen.of(len(ids))
-            losses, given = call.losses, {"logits": call.logits, "labels": call.labels}
+        if "losses" not in given:
+            call = seen.of(len(ids), _loss(output), REMEDY)
+            if not automatic:  # whatever it returns, it may have differentiated all of them
+                seen.of(len(ids), remedy=REMEDY)
+            given = {name: getattr(call, name) for name in GIVEN} | {"where": call.counts}
+        if self._ids is ids_of:
+            self._expect_ids(found, seen.calls)
         domains = None if self._domains is None else self._domains(batch)
-        self._ledger.record(ids, losses, domains=domains, **given)
+        self._ledger.record(ids, given.pop("losses"), domains=domains, **given)
         return output
+
+    def _expect_ids(self, ids: Any, calls: list[LossCall]) -> None:
+        """Make sure that nobody forgot `with_ids`: the last entry of a batch may be its labels."""
+        look = self._to_look_at > 0  # which waits for the device
+        self._to_look_at -= 1
+        targets = [call.target for call in calls if call.target is not None]
+        if any(are_labels(ids, target, look) for target in targets):
+            raise ValueError(LABELS_ERROR)
+        if look and have_repeats(ids):
+            self._to_look_at = 0
+            warnings.warn(
+                "Some ids occur several times in one batch. That is right if examples are drawn "
+                "with replacement. Otherwise these are not the ids of examples: use a loader of "
+                "microclip.with_ids(dataset), or pass ids=, a function that finds them in a batch.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     def on_train_end(self, *args: Any) -> None:
         """Stop looking, and write the ledger to disk."""
@@ -133,3 +166,8 @@ class RecordExamples(pl.Callback):
 
 def _has(output: Any, name: str) -> bool:
     return isinstance(output, Mapping) and output.get(name) is not None
+
+
+def _loss(output: Any) -> Tensor | None:
+    found = output.get("loss") if isinstance(output, Mapping) else output
+    return found if isinstance(found, Tensor) else None

@@ -108,7 +108,7 @@ class LossCalls(TorchFunctionMode):
                 f"padding, is decided later. {remedy}"
             )
         seen = ", ".join(f"{call.name} of {len(call.losses)} rows" for call in calls) or "none"
-        if not whole:
+        if calls and not whole:
             seen = "the loss also has parts that do not, and " + seen
         raise ValueError(
             f"The losses of {count} examples must come from one call of a loss function of torch "
