@@ -7,7 +7,7 @@ document in every engine. Knows nothing of engines, rules or trainers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 IGNORED = -100  # the label of a token that has no loss
+LABELS = ("labels", "shift_labels")
 OFFSETS = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens", "cu_seq_lens")
 NUMBERS = ("seq_idx", "document_ids")
 LENGTHS = "seq_lengths"
@@ -28,6 +29,10 @@ Layout = list[tuple[int, int, int]]
 
 class PackingError(ValueError):
     """A batch cannot be taken apart into documents, or its documents are not separate."""
+
+
+class _UnclearError(PackingError):
+    """Which tokens are padding cannot be told."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +77,13 @@ class Documents:
         """Return (documents, longest): 1 for tokens, 0 for padding."""
         return self._places(device)[1].long()
 
+    def covered(self) -> Tensor:
+        """Return (rows, tokens): whether a token belongs to a document."""
+        found = torch.zeros(self.shape, dtype=torch.bool)
+        for row, start, length in zip(self.rows, self.starts, self.lengths, strict=True):
+            found[row, start : start + length] = True
+        return found
+
     def _places(self, device: torch.device | None) -> tuple[Tensor, Tensor]:
         """Return the place of each token among all rows, and whether it is not padding."""
         lengths = torch.tensor(self.lengths)
@@ -83,11 +95,13 @@ class Documents:
 
 
 def is_packed(batch: Any) -> bool:
-    """Whether a batch says that some row holds several documents."""
+    """Whether a batch says that some row holds several documents; raise if padding is unclear."""
     if not isinstance(batch, Mapping):
         return False
     try:
         found = documents_in(batch)
+    except _UnclearError:
+        raise
     except PackingError:
         return False
     return len(set(found.rows)) < len(found)
@@ -99,14 +113,16 @@ def documents_in(batch: Mapping[str, Any]) -> Documents:
     They are marked by `cu_seq_lens_q` (offsets into a single row), `seq_idx` or `document_ids` (a
     number for each token), `seq_lengths` (a list of lengths for each row) or `position_ids`, which
     are no longer consecutive where another document starts. If there are several marks, they have
-    to agree. Tokens with an `attention_mask` of 0 belong to no document, and neither do single
-    tokens without a label at the end of a row, which is how padding looks in `position_ids`.
+    to agree. Tokens with an `attention_mask` of 0 or a negative number belong to no document, and
+    neither do tokens without a label at the end of a row that are single, which is how padding
+    looks in `position_ids`, or that have the number 0 after others.
 
     >>> documents_in({"position_ids": torch.tensor([[0, 1, 2, 0, 1]])}).lengths
     (3, 2)
     """
     shape = _shape_of(batch)
     real = _real_tokens(batch, shape)
+    unlabelled = _unlabelled(batch, shape)
     found: dict[str, Layout] = {}
     for name in OFFSETS:
         if batch.get(name) is not None:
@@ -114,6 +130,7 @@ def documents_in(batch: Mapping[str, Any]) -> Documents:
     for name in NUMBERS:
         if batch.get(name) is not None:
             table = _table(name, batch[name], shape)
+            real = real & ~_numbered_padding(name, table, real, unlabelled)
             found[name] = _runs(table, table[:, 1:] != table[:, :-1])
     if batch.get(LENGTHS) is not None:
         found[LENGTHS] = _from_lengths(batch[LENGTHS], shape)
@@ -127,8 +144,6 @@ def documents_in(batch: Mapping[str, Any]) -> Documents:
             "seq_idx or seq_lengths. Text that was joined and cut into blocks (packing strategy "
             '"wrapped") has no documents any more.'
         )
-    labels = batch.get("labels")
-    unlabelled = None if labels is None else _table("labels", labels, shape) == IGNORED
     layouts = {name: _trimmed(layout, real, unlabelled) for name, layout in found.items()}
     (first, layout), *others = layouts.items()
     for name, other in others:
@@ -158,9 +173,12 @@ def unpack(
 
     Args:
         batch: Tensors of shape (rows, tokens, ...) by name, with marks as in `documents_in`.
-            Tensors and lists with one entry per document are kept.
+            Tensors and lists with one entry per document are kept. What could be lost or taken for
+            something else is refused: labels of tokens outside documents, entries per row, nested
+            dicts, arrays that are not tensors.
         documents: Where the documents lie; None: `documents_in(batch)`.
-        padding: What to pad each tensor with; 0 by default, and -100 for `labels`.
+        padding: What to pad each tensor with; 0 by default, and -100 for labels: `labels` and
+            integers with "label" in their name, except masks.
 
     Returns:
         The same names, without the marks, and with an `attention_mask`.
@@ -172,25 +190,17 @@ def unpack(
             [8, 9, 0]])
     """
     documents = documents_in(batch) if documents is None else documents
-    single = documents.rows == tuple(range(documents.shape[0]))
+    _check_nothing_is_lost(batch, documents)
     found: dict[str, Any] = {}
     device = None
     for name, value in batch.items():
         if name in MARKS or name == "attention_mask":
             continue
         if isinstance(value, Tensor) and tuple(value.shape[:2]) == documents.shape:
-            found[name] = documents.cut(value, padding.get(name, 0))
+            found[name] = documents.cut(value, padding.get(name, _default_padding(name, value)))
             device = value.device
             continue
-        has_entries = (isinstance(value, Tensor) and value.dim() > 0) or (
-            isinstance(value, list | tuple)
-        )
-        if has_entries and not (single or len(value) == len(documents)):
-            raise PackingError(
-                f"batch[{name!r}] has {len(value)} entries, but the {documents.shape[0]} rows "
-                f"hold {len(documents)} documents. Give it one entry per document or per token, "
-                "or leave it out."
-            )
+        _check_entries(name, value, documents)
         found[name] = value
     found["attention_mask"] = documents.mask(device)
     return found
@@ -259,11 +269,93 @@ def _real_tokens(batch: Mapping[str, Any], shape: tuple[int, int]) -> Tensor:
         return torch.ones(shape, dtype=torch.bool)
     found = _table("attention_mask", mask, shape)
     if bool((found > 1).any()):
-        raise PackingError(
+        raise _UnclearError(
             "batch['attention_mask'] numbers the documents. Pass these numbers as document_ids "
             "instead, and 0 and 1 as attention_mask."
         )
+    other = found[(found != 0) & (found != 1)]
+    if len(other):
+        raise _UnclearError(
+            "batch['attention_mask'] must be 1 for tokens and 0 for padding, but holds "
+            f"{other[0].item():g}. If it is added to attention scores, pass (mask == 0).long()."
+        )
     return found.bool()
+
+
+def _unlabelled(batch: Mapping[str, Any], shape: tuple[int, int]) -> Tensor | None:
+    """Return which tokens have no label; None if there are no labels."""
+    tables = [_table(name, batch[name], shape) for name in LABELS if batch.get(name) is not None]
+    return torch.stack([each == IGNORED for each in tables]).all(0) if tables else None
+
+
+def _numbered_padding(name: str, table: Tensor, real: Tensor, unlabelled: Tensor | None) -> Tensor:
+    """Return the tokens that are padding by their number: negative, or 0 after the documents."""
+    negative = table < 0
+    tail = ((table == 0) | negative | ~real).flip(1).cumprod(1).flip(1).bool()
+    zeros = tail & real & ~negative
+    alone = tail.all(1)  # rows without another number
+    firsts = table[~alone, :1]
+    if not len(firsts) or bool((firsts == 0).any()):  # then 0 is the number of the first document
+        zeros[alone] = False
+    if unlabelled is None:
+        zeros[alone] = False
+        unclear = (zeros | (real & (table < -1))).nonzero().tolist()
+        if unclear:
+            row, token = unclear[0]
+            raise _UnclearError(
+                f"Row {row} of batch[{name!r}] has the number {int(table[row, token])} at token "
+                f"{token}, which may be padding or a document. Add an attention_mask, 0 for "
+                "padding, or labels, and number documents from 1."
+            )
+        return negative
+    labelled = (zeros & ~unlabelled).any(1, keepdim=True)
+    return negative | (zeros & ~labelled)
+
+
+def _check_nothing_is_lost(batch: Mapping[str, Any], documents: Documents) -> None:
+    """Raise if documents have hidden tokens, or other tokens have labels."""
+    covered = documents.covered()
+    if bool((covered & ~_real_tokens(batch, documents.shape)).any()):
+        raise PackingError("batch['attention_mask'] hides tokens of the documents.")
+    unlabelled = _unlabelled(batch, documents.shape)
+    lost = None if unlabelled is None else (~covered & ~unlabelled).nonzero().tolist()
+    if lost:
+        row, token = lost[0]
+        raise PackingError(
+            f"{len(lost)} tokens that belong to no document have labels, first token {token} of "
+            f"row {row}. Give padding the label {IGNORED}, or mark these tokens as documents."
+        )
+
+
+def _check_entries(name: str, value: Any, documents: Documents) -> None:
+    """Raise unless a value is single or has one entry per document, beyond doubt."""
+    number = isinstance(value, Tensor) and value.dim() == 0
+    if number or isinstance(value, str | bytes) or not isinstance(value, Sized):
+        return
+    rows = documents.shape[0]
+    if not isinstance(value, Tensor | list | tuple):
+        raise PackingError(
+            f"batch[{name!r}] is a {type(value).__name__}, which cannot be cut into documents. "
+            "Make it a tensor of shape (rows, tokens, ...) or a list with one entry per document, "
+            "or leave it out."
+        )
+    if len(value) != len(documents):
+        raise PackingError(
+            f"batch[{name!r}] has {len(value)} entries, but the {rows} rows hold {len(documents)} "
+            "documents. Give it one entry per document or per token, or leave it out."
+        )
+    if rows == len(documents) and documents.rows != tuple(range(rows)):
+        raise PackingError(
+            f"batch[{name!r}] has {rows} entries, which may be one per row or one per document: "
+            f"there are {rows} of both, but some rows hold several documents and others none. "
+            "Leave out rows of padding, or add it to the unpacked batch."
+        )
+
+
+def _default_padding(name: str, value: Tensor) -> float:
+    integers = value.dtype.is_signed and not value.dtype.is_floating_point
+    labels = integers and "label" in name and "mask" not in name
+    return IGNORED if labels or name in PADDING else 0
 
 
 def _from_offsets(name: str, offsets: Tensor, shape: tuple[int, int]) -> Layout:
@@ -325,7 +417,8 @@ def _trimmed(layout: Layout, real: Tensor, unlabelled: Tensor | None) -> Layout:
         first, last = int(tokens[0]), int(tokens[-1])
         if last - first + 1 != len(tokens):
             raise PackingError(
-                f"attention_mask hides tokens in the middle of a document of row {row}."
+                f"attention_mask or a negative number hides tokens in the middle of a document of "
+                f"row {row}."
             )
         if unlabelled is not None and row != ended and length == 1 and bool(unlabelled[row, start]):
             continue

@@ -3,6 +3,7 @@
 from functools import partial
 from itertools import chain
 
+import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
@@ -91,6 +92,9 @@ def test_a_batch_without_marks_is_refused():
         ({"attention_mask": tables([1, 0, 1, 1, 1, 1], [1] * 6)}, "in the middle of a document"),
         ({"task": torch.tensor([1, 2])}, "2 entries, but the 2 rows hold 4 documents"),
         ({"attention_mask": torch.zeros(2, 6)}, "every token is padding"),
+        ({"attention_mask": tables([0.0] * 6, [0.0] * 4 + [-1e9] * 2)}, "but holds -1e\\+09"),
+        ({"extra": {"weights": torch.ones(2, 6)}}, "is a dict, which cannot be cut"),
+        ({"extra": np.ones((2, 6))}, "is a ndarray, which cannot be cut"),
     ],
 )
 def test_what_cannot_be_unpacked_is_refused(change, message):
@@ -98,10 +102,116 @@ def test_what_cannot_be_unpacked_is_refused(change, message):
         unpack({**packed_by_hand(), **change})
 
 
+@pytest.mark.parametrize("name", ["labels", "shift_labels"])
+@pytest.mark.parametrize(
+    "marks",
+    [
+        {"seq_lengths": [[3, 2]]},
+        {"seq_idx": tables([0] * 3 + [1] * 5), "attention_mask": tables([1] * 5 + [0] * 3)},
+    ],
+)
+def test_labels_outside_documents_are_refused(name, marks):
+    labels = tables([-100, 6, 7, -100, 9, -100, 11, 12])
+    batch = {"input_ids": tables(range(5, 13)), name: labels, **marks}
+    with pytest.raises(PackingError, match=r"2 tokens .* have labels, first token 6 of row 0"):
+        unpack(batch)
+
+
 def test_entries_per_document_are_kept():
     found = unpack({**packed_by_hand(), "task": torch.tensor([1, 2, 3, 4]), "text": list("abcd")})
     assert found["task"].tolist() == [1, 2, 3, 4]
     assert found["text"] == list("abcd")
+
+
+def test_entries_that_may_be_per_row_are_refused():
+    """As many documents as rows, but not one in each."""
+    batch = {
+        "input_ids": tables([5, 6, 7, 8], [9, 0, 0, 0]),
+        "labels": tables([-100, 6, -100, 8], [-100] * 4),
+        "position_ids": tables([0, 1, 0, 1], [0, 0, 0, 0]),
+    }
+    assert documents_in(batch).rows == (0, 0)
+    for entries in (torch.tensor([1.0, 2.0]), ["a", "b"]):
+        with pytest.raises(PackingError, match="may be one per row or one per document"):
+            unpack({**batch, "weight": entries})
+
+
+def test_entries_of_a_document_that_counts_as_padding_are_refused():
+    batch = {
+        "input_ids": tables([5, 6, 7, 8]),
+        "labels": tables([-100, 6, 7, -100]),
+        "position_ids": tables([0, 1, 2, 0]),
+    }
+    with pytest.raises(PackingError, match="2 entries, but the 1 rows hold 1 documents"):
+        unpack({**batch, "weight": torch.tensor([1.0, 2.0])})
+    assert unpack({**batch, "weight": [1.0], "task": "chat", "step": 3})["weight"] == [1.0]
+
+
+def test_labels_of_any_name_are_padded_with_the_label_to_ignore():
+    names = {"shift_labels": [6, 7, -100, 9, -100], "label_mask": [1] * 5, "label_ids": [1] * 5}
+    batch = {"input_ids": tables([5, 6, 7, 8, 9]), "position_ids": tables([0, 1, 2, 0, 1])}
+    batch |= {name: tables(each) for name, each in names.items()}
+    batch |= {"label_weights": torch.ones(1, 5)}
+    for padding in ({}, {"input_ids": 3}):
+        found = unpack(batch, padding=padding)
+        padded = {name: each[1, 2].item() for name, each in found.items()}
+        assert padded == {
+            "input_ids": padding.get("input_ids", 0), "position_ids": 0, "shift_labels": -100,
+            "label_mask": 0, "label_ids": -100, "label_weights": 0, "attention_mask": 0,
+        }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        {"document_ids": tables([1, 1, 1, 2, 2, 0, 0, 0])},
+        {"seq_idx": tables([0, 0, 0, 1, 1, -1, -1, -1])},
+        {"seq_idx": tables([0, 0, 0, 1, 1, 0, 0, -1])},
+        {
+            "document_ids": tables([1, 1, 1, 2, 2, 0, 0, 0]),
+            "position_ids": tables([0, 1, 2, 0, 1, 2, 3, 4]),
+        },
+    ],
+)
+def test_numbers_of_padding(numbers):
+    labels = tables([-100, 6, 7, -100, 9, -100, -100, -100])
+    batch = {"input_ids": tables(range(5, 13)), "labels": labels, **numbers}
+    assert documents_in(batch).lengths == (3, 2)
+
+
+def test_the_number_0_may_be_that_of_a_document():
+    ids, numbers = tables([5, 6, 7, 8], [9, 10, 11, 12]), tables([1, 1, 0, 0], [0, 0, 0, 0])
+    batch = {"input_ids": ids, "document_ids": numbers}
+    labelled = tables([-100, 6, -100, 8], [-100, 10, 11, 12])
+    assert documents_in({**batch, "labels": labelled}).lengths == (2, 2, 4)
+    assert documents_in({**batch, "labels": tables([-100, 6, -100, -100], [-100] * 4)}).rows == (0,)
+    from_zero = {"input_ids": ids, "seq_idx": tables([0, 0, 1, 1], [0, 0, 0, 0])}
+    assert documents_in({**from_zero, "labels": torch.full((2, 4), -100)}).rows == (0, 0, 1)
+    with pytest.raises(PackingError, match="Row 0 of .* has the number 0 at token 2"):
+        documents_in(batch)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"attention_mask": tables([1] * 6, [1, 1, 2, 2, 0, 0])},
+        {"attention_mask": tables([0.0] * 6, [0.0] * 4 + [-1e9] * 2)},
+        {"labels": None, "document_ids": tables([1] * 4 + [2] * 2, [1, 1, 2, 2, 0, 0])},
+        {"labels": None, "document_ids": tables([1] * 4 + [2] * 2, [1, 1, -7, -7, 5, 5])},
+    ],
+)
+def test_unclear_padding_does_not_pass_for_an_unpacked_batch(change):
+    with pytest.raises(PackingError):
+        is_packed({**packed_by_hand(), **change})
+
+
+def test_documents_do_not_override_the_mask():
+    batch = packed_by_hand()
+    documents = documents_in(batch)
+    with pytest.raises(PackingError, match="must have shape"):
+        unpack({**batch, "attention_mask": torch.ones(2, 1, 6, 6)}, documents)
+    with pytest.raises(PackingError, match="hides tokens of the documents"):
+        unpack({**batch, "attention_mask": tables([1] * 5 + [0], [1] * 6)}, documents)
 
 
 def test_one_document_per_row_is_not_packed():
