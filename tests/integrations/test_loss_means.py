@@ -109,6 +109,63 @@ def test_texts_of_accumulated_batches_record_their_own_means(engine):
     assert outcome.example_losses.tolist() == pytest.approx(own, rel=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore:.*label_smoothing_factor. is deprecated:FutureWarning")
+@pytest.mark.parametrize("b", [1, 2])
+def test_streamed_shares_are_remembered_as_means(b):
+    """Label smoothing has no losses per example: a micro-batch's own mean counts for all in it."""
+    seen = {}
+
+    class Watching(rules.LossHistory):
+        def remember(self, shown):
+            seen.update(zip(shown.keys.tolist(), shown.losses.tolist(), strict=True))
+            super().remember(shown)
+
+    run = trl_runs.trainer(
+        "sft", trl_runs.model("llama"), label_smoothing_factor=1e-9, clip={
+            "loss_mean": "step", "rule": Watching(total_steps=100), "microbatch_size": b,
+            "id_column": "id",
+        }, per_device_train_batch_size=4, gradient_accumulation_steps=2,
+    )  # fmt: skip
+    run.train()
+    pieces = [[i - i % b + j for j in range(b)] for i in range(14)]
+    own = [trl_runs.stock_loss(run, piece).item() for piece in pieces]
+    assert [seen[100 + i] for i in range(14)] == pytest.approx(own, rel=1e-5)
+    if b == 1:
+        assert run.clipper.outcome.example_losses.tolist() == pytest.approx(own[8:], rel=1e-5)
+
+
+def mean_over_the_batch(outputs, labels, num_items_in_batch=None):
+    return F.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+def share_of_the_step(outputs, labels, num_items_in_batch=None):
+    counted = (labels[:, 1:] != -100).sum()
+    return mean_over_the_batch(outputs, labels) * counted / num_items_in_batch
+
+
+@pytest.mark.filterwarnings("ignore:.*compute_loss_func. is deprecated:FutureWarning")
+@pytest.mark.parametrize("stack", ["trainer", "sft"])
+def test_losses_that_are_not_shares_of_the_step_are_refused(tmp_path, stack):
+    """They would be multiplied by the number of micro-batches."""
+
+    def run_with(loss, size, b):
+        clip = {"loss_mean": "step", "rule": KEEP, "compute_loss_func": loss}
+        sizes = {"per_device_train_batch_size": size, "gradient_accumulation_steps": 8 // size}
+        if stack == "sft":
+            clip["microbatch_size"] = b
+            run = trl_runs.trainer("sft", trl_runs.model("llama"), clip=clip, **sizes)
+        else:
+            run = trainer(tmp_path, llama(), examples("llama"), b=b, clip=clip, **sizes)
+        run.train()
+        return run
+
+    for size, b in ((8, 2), (4, None)):
+        with pytest.raises(NotImplementedError, match="does not halve if num_items_in_batch dou"):
+            run_with(mean_over_the_batch, size, b)
+    assert run_with(mean_over_the_batch, 8, None).clipper.step > 1  # a step is one micro-batch
+    assert run_with(share_of_the_step, 4, 2).clipper.step > 1
+
+
 @pytest.mark.parametrize("mean", ["microbatch", "example", "step"])
 def test_rule_and_ledger_see_an_examples_own_mean(tmp_path, mean):
     """Whatever the gradient is the mean over, a long text's loss does not count for more."""

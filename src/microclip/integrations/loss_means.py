@@ -1,20 +1,24 @@
 """Whose labels a loss is the mean over: the Trainer takes the mean over those of a whole step.
 
 A language model's loss is a sum over tokens, divided by a number of tokens. `loss_mean` says which:
-those of the micro-batch, of each example, or of the whole step, as in the stock Trainer. What this
-module counts is all that the third needs to know; it never runs a model.
+those of the micro-batch, of each example, or of the whole step, as in the stock Trainer. This
+module counts what the third needs to know, and checks that a loss is divided by it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from microclip.integrations.columns import EXAMPLE_COUNT
-from microclip.integrations.example_losses import LossMean
-from microclip.microbatches import count_examples
+from microclip.integrations.example_losses import IGNORE_INDEX, LossMean
+from microclip.integrations.trainer_checks import DryRun, losses_agree
+from microclip.microbatches import Domains, count_examples, cut
+from microclip.wrappers import is_sharded
 
 REMEDY = 'Use loss_mean="microbatch", the default'
 
@@ -30,6 +34,7 @@ class StepLabels:
         self.trainer = trainer
         self.items: Tensor | None = None  # what the Trainer divides by
         self._examples = 0.0
+        self._seen = 0  # batches whose losses are not known per example
 
     def count(self, samples: list[Any], items: Any, columns: frozenset[str]) -> None:
         """Count the batches of a step; `items` is the Trainer's number of labels."""
@@ -62,6 +67,62 @@ class StepLabels:
         if self.trainer.args.average_tokens_across_devices:  # the Trainer undoes DDP's average
             loss = loss / (accelerator.num_processes // self.trainer.get_tp_size())
         return loss * (self.scale * float(self.items or 0) / size)
+
+    def factors(self, inputs: dict[str, Any], b: int | None, domains: Domains | None) -> Tensor:
+        """Return, per example, what `loss_of` makes of its micro-batch's mean over own labels.
+
+        That mean is what rules and ledger are to see; labels are counted as the Trainer does.
+        """
+        labels: Tensor = inputs["labels"]
+        if "shift_labels" in inputs:
+            labels = inputs["shift_labels"]
+        elif self.trainer._loss_shifts_labels:
+            labels = labels[..., 1:]
+        wide = torch.float32 if labels.device.type == "mps" else torch.float64
+        counts = (labels != IGNORE_INDEX).reshape(len(labels), -1).sum(1).to(wide)
+        factors = torch.empty_like(counts)
+        for piece in cut(counts, b, domains=domains):
+            rows = torch.tensor(piece.ids, device=labels.device)
+            factors[rows] = self.scale * counts[rows].sum().clamp(min=1) / len(rows)
+        return factors
+
+    def must_check(self, inputs: dict[str, Any], is_cut: bool) -> bool:
+        """Whether to check that the loss of this batch is a share: the 1st, 2nd, 4th, 8th ...
+
+        Where a micro-batch is the whole step, its share is its loss, whatever it is divided by.
+        """
+        if not is_cut and count_examples(inputs) == self._examples:
+            return False
+        self._seen += 1
+        return not self._seen & (self._seen - 1)
+
+    def check(
+        self, model: nn.Module, inputs: dict[str, Any], loss_fn: Callable[[nn.Module, Any], Tensor]
+    ) -> None:
+        """Refuse a loss that is not divided by `items`: twice as many of them must halve it."""
+        items, trainer = self.items, self.trainer
+        assert items is not None
+        inner = trainer.accelerator.unwrap_model(model, keep_torch_compile=False)
+        if is_sharded(inner):  # cannot be run without leaving a trace
+            return
+        dry, found = DryRun(trainer, inner), []
+        try:
+            with getattr(trainer, "leaving_no_trace", nullcontext)():  # in TRL's metrics
+                for self.items in (items, 2 * items):
+                    found.append(dry.run(lambda: loss_fn(inner, dict(inputs)).mean(), False).loss)
+        finally:
+            self.items = items
+        loss, other = found
+        if not bool(loss.isfinite()):  # wait for another batch
+            self._seen -= 1
+        elif not losses_agree(2 * other, loss):
+            raise NotImplementedError(
+                'loss_mean="step" needs a loss that is a sum divided by the labels of the whole '
+                "step, but this one does not halve if num_items_in_batch doubles: "
+                f"{float(loss):.6g} becomes {float(other):.6g}. Perhaps it is a mean over its "
+                "batch, or has an auxiliary term. If it is your own, divide its sum by "
+                f"num_items_in_batch. {REMEDY}."
+            )
 
 
 def refuse_mean(mean: LossMean, what: str) -> None:

@@ -162,6 +162,7 @@ class ClippedTrainerMixin:
         self._state = None
         self._must_tell_steps = self._tells_steps
         self._losses, self._finder = self._new_loss_finder(), None
+        self._step_labels = StepLabels(self)
         self._wide.discard()
         self._folded = self._clipped = False
         if self.clipper is not None:
@@ -286,6 +287,9 @@ class ClippedTrainerMixin:
                     'engine="fused" needs per-example losses, which are not available here: '
                     f'{self._losses.reason}. Use engine="auto".'
                 )
+        streams_shares = each is None and mean == "step"
+        if streams_shares and self._step_labels.must_check(inputs, is_cut):
+            self._step_labels.check(model, inputs, self._loss)
         guard = each is None and may_lack_labels(inputs)
 
         def loss_fn(batch: Any) -> Tensor:
@@ -300,6 +304,8 @@ class ClippedTrainerMixin:
 
         if each is not None:
             vars(loss_fn)["loss_scales"] = each.factors(inputs)
+        elif streams_shares:
+            vars(loss_fn)["loss_scales"] = self._step_labels.factors(inputs, self._size, domains)
         return loss_fn
 
     def _add_scales(
