@@ -127,6 +127,22 @@ def test_a_loss_of_your_own_is_streamed():
     properties.assert_close(found[0], [2 * g for g in twin], 1e-5)
 
 
+@pytest.mark.parametrize("case", ["fused", "example", "wide"])
+def test_reentrant_checkpoints(case):
+    """Their backward pass cannot be asked for the gradients of some parameters only."""
+    options = {
+        "gradient_checkpointing": True,
+        "gradient_checkpointing_kwargs": {"use_reentrant": True},
+    }
+    if case == "wide":
+        options |= {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
+        check("sft", trl_runs.model("llama"), 4, **options)
+    else:
+        clip = {"engine": "fused"} if case == "fused" else {"loss_mean": "example"}
+        run = check("sft", trl_runs.model("llama"), 1, clip=clip, **options)
+        assert run._losses.reason == ""
+
+
 def test_embeddings_instead_of_tokens():
     class Mine(trl_runs.Sft):
         def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):

@@ -5,14 +5,15 @@ Setups that would not clip, or would clip the wrong thing, are refused before th
 Per-example losses are known for transformers' own losses only, and a loss can be replaced in many
 places. A function counts as transformers' own if its source file is theirs. `DryRun` computes a
 loss and its gradient in training mode without leaving a trace, and always from the same random
-numbers, so that two ways of computing a loss see the same dropout. Gradients bypass `.grad`;
-buffers, random generators and training modes are restored.
+numbers, so that two ways of computing a loss see the same dropout. What is in `.grad`, buffers,
+random generators and training modes are restored.
 """
 
 from __future__ import annotations
 
 import inspect
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer, TrainerCallback
 from transformers.loss.loss_utils import LOSS_MAPPING
 
-from microclip.engines.gradients import trainable
+from microclip.engines.gradients import backward, trainable
 from microclip.engines.snapshot import undisturbed
 from microclip.integrations.columns import PACKING_KEYS
 from microclip.microbatches import tensors_of
@@ -123,6 +124,7 @@ class DryRun:
         mixed = getattr(trainer.accelerator, "mixed_precision", "no") not in (None, "no")
         self.bits = 16 if halves or mixed else 32
         self.extra_losses: list[str] = []  # other losses that the model's output reports
+        self._fills_grad = False  # whether gradients are taken from `.grad`
 
     def trainer_loss(self, inputs: dict[str, Any]) -> Tensor:
         """Return the loss that the Trainer trains on."""
@@ -150,12 +152,29 @@ class DryRun:
 
         If the loss is not the expected one, the gradient is not computed: they differ already.
         """
+        try:
+            return self._run(loss_fn, with_gradient, expected)
+        except RuntimeError as error:
+            if self._fills_grad or ".grad()" not in str(error):
+                raise
+            self._fills_grad = True  # checkpoints with use_reentrant=True know backward() only
+        return self._run(loss_fn, with_gradient, expected)
+
+    def _run(
+        self, loss_fn: Callable[[], Tensor], with_gradient: bool, expected: Tensor | None
+    ) -> LossAndGradient:
         gradient: Gradient = []
         with undisturbed(self.model, trainable(self.model)), torch.set_grad_enabled(with_gradient):
-            with self.trainer.compute_loss_context_manager():
+            with self.trainer.compute_loss_context_manager(), warnings.catch_warnings():
+                if not with_gradient:  # reentrant checkpoints warn of it
+                    warnings.filterwarnings("ignore", "None of the inputs have requires_grad=True")
                 loss = loss_fn()
             if with_gradient and (expected is None or losses_agree(loss.detach(), expected)):
-                gradient = list(torch.autograd.grad(loss, self.parameters, allow_unused=True))
+                if self._fills_grad:
+                    backward(loss, None)
+                    gradient = [parameter.grad for parameter in self.parameters]
+                else:
+                    gradient = list(torch.autograd.grad(loss, self.parameters, allow_unused=True))
         return LossAndGradient(loss.detach(), gradient)
 
 
