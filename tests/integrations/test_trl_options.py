@@ -1,5 +1,6 @@
 """Options of TRL: exact, or refused by name. Its loops: evaluation, checkpoints, memory."""
 
+import datasets
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -125,6 +126,22 @@ def test_a_loss_of_your_own_is_streamed():
     assert run._losses.reason == "compute_loss is overridden"
     twin = trl_runs.twin(run, list(range(8)), 2, reference.WEIGH["MinNorm()"])
     properties.assert_close(found[0], [2 * g for g in twin], 1e-5)
+
+
+@pytest.mark.parametrize("stack", ["dpo", "reward"])
+def test_a_pair_of_equal_answers_is_named(stack):
+    """Its gradient is rounding noise, and under MinNorm nothing may be longer."""
+    rows = [dict(row) for row in trl_runs.data(stack)]
+    for i in (3, 11):
+        rows[i]["rejected"] = rows[i]["chosen"]
+    data, clip = datasets.Dataset.from_list(rows), {"microbatch_size": 1, "id_column": "id"}
+    clip["engine"] = "two_pass"  # a single pass has other noise
+    run = trl_runs.trainer(stack, trl_runs.model("llama", stack), clip=clip, examples=data)
+    with pytest.warns(RuntimeWarning, match="pair 103 .* two answers are equal") as found:
+        run.train()
+    assert sum("two answers" in str(each.message) for each in found) == 1  # once
+    clip["rule"] = rules.Median()
+    trl_runs.trainer(stack, trl_runs.model("llama", stack), clip=clip, examples=data).train()
 
 
 @pytest.mark.parametrize("case", ["fused", "example", "wide"])

@@ -31,8 +31,14 @@ except ImportError as error:
 from microclip.integrations.denominator_finder import DenominatorFinder
 from microclip.integrations.denominators import REMEDY, known_denominator, one_per_example
 from microclip.integrations.transformers import ClippedTrainerMixin
-from microclip.integrations.trl_checks import check_trainer, refuse_offloading, refuse_options
+from microclip.integrations.trl_checks import (
+    check_trainer,
+    refuse_offloading,
+    refuse_options,
+    warn_of_equal_answers,
+)
 from microclip.integrations.trl_losses import PairCollator, TrlLossFinder, stacked
+from microclip.outcome import Outcome
 
 
 class ClippedTrlMixin(ClippedTrainerMixin):
@@ -42,6 +48,7 @@ class ClippedTrlMixin(ClippedTrainerMixin):
     """
 
     _packages = ("transformers", "trl")
+    _has_warned = False  # of equal answers
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         check_trainer(cls)
@@ -73,6 +80,11 @@ class ClippedTrlMixin(ClippedTrainerMixin):
         trainer._total_train_tokens += int(count) // trainer._tp_size
         trainer._metrics["train"]["num_tokens"] = [trainer._total_train_tokens]
         return loss
+
+    def _step_loss(self, outcome: Outcome | None) -> Tensor:
+        if outcome is not None and self.pairs and not self._has_warned:
+            self._has_warned = warn_of_equal_answers(outcome)
+        return super()._step_loss(outcome)
 
     def stock_loss(
         self, model: nn.Module, batch: dict[str, Any], items: Tensor | None = None

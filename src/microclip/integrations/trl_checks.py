@@ -5,6 +5,7 @@ Knows the trainers and their options; nothing of losses or gradients.
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 from transformers import Trainer
@@ -12,6 +13,7 @@ from trl.trainer.dpo_trainer import DPOTrainer
 from trl.trainer.reward_trainer import RewardTrainer
 from trl.trainer.sft_trainer import SFTTrainer
 
+from microclip.outcome import Outcome
 from microclip.rules import ExampleRule
 
 KNOWN = (SFTTrainer, DPOTrainer, RewardTrainer)
@@ -30,6 +32,7 @@ WHY_NOT = {
     "DistillationTrainer": "generates texts during training, so its batches are not examples of "
     "the data set. Use ClippedSFTTrainer on texts that the teacher wrote beforehand.",
 }
+ROUNDING = 1e-6  # of the median norm: a shorter gradient of a pair is rounding noise
 SORTING = ("aot", "aot_unpaired")  # losses of DPO that sort the scores of a batch
 
 
@@ -100,3 +103,22 @@ def refuse_options(
             'loss_mean="step" divides by the tokens of a step, but the model adds an auxiliary '
             'loss of its experts that is not a mean over tokens. Use loss_mean="microbatch".'
         )
+
+
+def warn_of_equal_answers(outcome: Outcome) -> bool:
+    """Warn if a pair without a gradient of its own sets the bound for all others."""
+    norms = outcome.norms
+    smallest = norms.min() if len(norms) > 1 else norms.new_zeros(())
+    row = int(norms.argmin()) if bool(0 < smallest < ROUNDING * norms.median()) else -1
+    if row < 0 or float(outcome.bounds[row]) > 2 * float(smallest):  # the bound is another one
+        return False
+    warnings.warn(
+        f"In step {outcome.step}, the gradient of pair {', '.join(map(str, outcome.ids[row]))} has "
+        f"the norm {float(smallest):.1e}, the median is {float(norms.median()):.1e}. Perhaps its "
+        "two answers are equal, and this is rounding noise. All other pairs are clipped to this "
+        "norm, so the step learns nothing. Remove such pairs (look at them after truncation, too), "
+        "or use rules.Median().",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+    return True
