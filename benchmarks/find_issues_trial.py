@@ -65,7 +65,7 @@ RATES = {  # of plain training, tuned by `benchmarks/dirty_data.py`
 
 
 def task_of(name: str) -> Task:
-    """Return a task of the laboratory, or one with fewer errors."""
+    """Return one of the lab's tasks, or a variant with fewer errors."""
     if name == "digits-10":
         fewer = partial(digits_data, noise=0.1)
         return replace(task_named("digits-20"), name=name, noise=0.1, make_data=fewer)
@@ -221,7 +221,7 @@ def cut(
     wrong: Flags,
     interval: tuple[int, int] | None = None,
 ) -> Record:
-    """Return how good the flagged, the probabilities and the estimated number are."""
+    """Score the flags, the probabilities and the estimated count."""
     found: Record = {
         "rows": flagged,
         "flagged": len(flagged),

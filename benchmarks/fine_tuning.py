@@ -129,7 +129,7 @@ def arguments(stack: str, folder: str, **more: Any) -> Any:
 
 @cache
 def base() -> LlamaForCausalLM:
-    """Return a language model that has read the first half of the sentences."""
+    """Return a language model pre-trained on the first half of the sentences."""
     set_seed(0)
     config = LlamaConfig(
         vocab_size=len(tokenizer()), hidden_size=48, num_hidden_layers=2, num_attention_heads=4,
@@ -255,7 +255,7 @@ def table() -> str:
 
 
 def cost(rounds: int) -> str:
-    """Return time and memory of a step of SFT beside the stock trainer's, as ratios."""
+    """Return the time and memory of an SFT step as ratios to the stock trainer's."""
     lines = ["| | b | engine | time | memory |", "| --- | --- | --- | --- | --- |"]
     for name, peft in (("all parameters", None), ("LoRA", LoraConfig(r=8, task_type="CAUSAL_LM",
                        target_modules="all-linear"))):  # fmt: skip

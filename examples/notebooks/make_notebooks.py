@@ -34,7 +34,7 @@ def cells(page: str) -> list[tuple[str, str, str]]:
 
 
 def notebook(page: str) -> dict[str, Any]:
-    """Return a page as a notebook, in the format of Jupyter."""
+    """Convert a page to a Jupyter notebook."""
     made = []
     for number, (kind, source, output) in enumerate(cells(page)):
         cell: dict[str, Any] = {"cell_type": kind, "id": f"cell-{number}", "metadata": {}}
