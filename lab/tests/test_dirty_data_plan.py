@@ -15,21 +15,20 @@ import pytest
 from microclip_lab.dirty_data.arms import ARMS, arms_of
 from microclip_lab.dirty_data.catalog import TASKS
 from microclip_lab.dirty_data.command import main
-from microclip_lab.dirty_data.plan import (
-    DEVELOPMENT_SEEDS,
+from microclip_lab.dirty_data.plan import DEVELOPMENT_SEEDS, Plan, editions
+from microclip_lab.dirty_data.records import Record, read_all
+from microclip_lab.dirty_data.tables import markdown, summarize
+from microclip_lab.dirty_data.task import TUNING_SEEDS
+from microclip_lab.tuned_arms.records import Job, append
+from microclip_lab.tuned_arms.runner import FailedRunsError, work
+from microclip_lab.tuned_arms.search import (
     EVALUATION_SEEDS,
     HIGHEST,
-    TUNING_SEEDS,
-    Plan,
     best_of,
-    editions,
     next_rates,
     rate_of,
     tuned,
 )
-from microclip_lab.dirty_data.records import Job, Record, append, read_all
-from microclip_lab.dirty_data.runner import FailedRunsError, status, work
-from microclip_lab.dirty_data.tables import markdown, summarize
 
 DIGITS = TASKS["digits-20"]
 
@@ -91,7 +90,7 @@ def test_plans_tune_plain_first_and_start_the_others_there():
     assert first.rate == 0.002  # half of plain's
     assert not tuned(records, DIGITS, "elr").is_at_edge
     assert plan.untuned(records) == []
-    assert status(plan, records).share == 1
+    assert plan.progress(records).share == 1
 
 
 def test_no_evaluation_seed_is_tuned_with_and_no_tuning_seed_evaluated():

@@ -9,28 +9,22 @@ import statistics
 import pytest
 import torch
 
-from microclip_lab.dirty_data.plan import rate_of
-from microclip_lab.dirty_data.records import Job
 from microclip_lab.dirty_data.training import Setup
 from microclip_lab.evidence.arms import ARMS, ORACLE, PLAIN
-from microclip_lab.evidence.catalog import BY_NAME, STUDIES
+from microclip_lab.evidence.catalog import BY_NAME, STUDIES, TUNING_SEEDS
 from microclip_lab.evidence.claims import CLAIMS
 from microclip_lab.evidence.command import main
 from microclip_lab.evidence.page import page
 from microclip_lab.evidence.plan import (
     HEADROOM,
-    TUNING_SEEDS,
     Plan,
     compared,
     editions,
     effect,
-    evaluated,
     gate,
-    is_tuned,
     outcome_of,
-    tuned,
 )
-from microclip_lab.evidence.records import LAST, Record, append, read_all
+from microclip_lab.evidence.records import LAST, Record, read_all
 from microclip_lab.evidence.run import run
 from microclip_lab.evidence.sequential import (
     ALPHA,
@@ -44,6 +38,8 @@ from microclip_lab.evidence.snapshots import snapshot
 from microclip_lab.evidence.synthetic_tasks import mixture_data, outlier_data
 from microclip_lab.evidence.verdicts import decide, verdicts
 from microclip_lab.evidence.when_to_clip import FIGURES, Case, cases, fitted, hit_rate
+from microclip_lab.tuned_arms.records import Job, append
+from microclip_lab.tuned_arms.search import evaluated, is_tuned, rate_of, tuned
 
 STUDY = BY_NAME["tuned-canaries"]
 SHORT = dataclasses.replace(STUDY.task, epochs=2)
@@ -174,7 +170,7 @@ def test_the_papers_protocol_uses_the_clean_tasks_rate():
         records |= {job: fake(job, {ORACLE: 10.0}, best=-2) for job in missing}
     assert tuned(records, worse, PLAIN).k == -2
     for arm in (PLAIN, "minnorm-4", "unit-4"):
-        assert len(evaluated(records, worse, arm, rate_of(2))) == worse.looks[0]
+        assert len(evaluated(records, worse, arm, rate=rate_of(2))) == worse.looks[0]
 
 
 def test_one_look_is_enough_for_a_taste():

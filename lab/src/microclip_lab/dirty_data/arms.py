@@ -19,8 +19,9 @@ from microclip import rules
 from microclip_lab.dirty_data import rivals
 from microclip_lab.dirty_data.task import Kind, Purpose, Task
 from microclip_lab.dirty_data.training import Backward, Batch, Setup, Start
+from microclip_lab.tuned_arms.search import PLAIN
 
-PLAIN, ORACLE = "plain", "oracle"
+ORACLE = "oracle"
 EVERY: tuple[Kind, ...] = ("classification", "regression", "language", "speech")
 LABELS: tuple[Kind, ...] = ("classification",)
 

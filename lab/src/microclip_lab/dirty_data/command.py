@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
 
 from microclip.files import write_whole
-from microclip_lab.dirty_data.arms import ARMS, PLAIN
+from microclip_lab.dirty_data.arms import ARMS
 from microclip_lab.dirty_data.catalog import TASKS, task_named
-from microclip_lab.dirty_data.plan import EVALUATION_SEEDS, TUNING_SEEDS, Plan, editions
-from microclip_lab.dirty_data.records import Job, Record, read_all
-from microclip_lab.dirty_data.runner import FailedRunsError, work
+from microclip_lab.dirty_data.plan import Plan, editions
+from microclip_lab.dirty_data.records import Record, read_all
 from microclip_lab.dirty_data.tables import markdown, summarize
-from microclip_lab.jobs.progress import progress
+from microclip_lab.dirty_data.task import TUNING_SEEDS
+from microclip_lab.tuned_arms.records import Job
+from microclip_lab.tuned_arms.runner import work_or_exit
+from microclip_lab.tuned_arms.search import EVALUATION_SEEDS, PLAIN
 
 DESCRIPTION = """\
 What helps on dirty data? Trains small networks on data with known errors, with our rules and with
@@ -92,23 +93,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if stage == "evaluate" and (untuned := plan.untuned(records)):
         made.error(f"run --stage tune first; these have no learning rate: {', '.join(untuned)}")
     if stage != "table":
-        _train(plan, records, out, options.workers, console)
+        work_or_exit(plan, records, out, options.workers, console, run_job)
     if stage in ("all", "evaluate", "table"):
         _write_tables(records, out, options.seeds, console)
 
 
-def _train(
-    plan: Plan, records: dict[Job, Record], out: Path, workers: int, console: Console
-) -> None:
-    try:
-        with progress(console) as report:
-            work(plan, records, out, workers, report)
-    except KeyboardInterrupt:
-        console.print("Stopped. Finished runs are kept: run the same command again to continue.")
-        sys.exit(130)
-    except FailedRunsError as error:
-        console.print(str(error))
-        sys.exit(1)
+def run_job(job: Job, plain_rate: float | None) -> Record:
+    """Do one run, in a worker process."""
+    from microclip_lab.dirty_data.run import run
+
+    return run(
+        job.task,
+        job.arm,
+        job.seed,
+        job.rate,
+        plain_rate=plain_rate,
+        tested=job.stage == "evaluate",
+    )
 
 
 def _write_tables(records: dict[Job, Record], out: Path, seeds: int, console: Console) -> None:

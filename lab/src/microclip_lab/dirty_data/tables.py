@@ -12,10 +12,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from microclip.report.statistics import Estimate, estimate
-from microclip_lab.dirty_data.arms import ARMS, ORACLE, PLAIN, arms_of
-from microclip_lab.dirty_data.plan import evaluated, tuned
+from microclip_lab.dirty_data.arms import ARMS, ORACLE, arms_of
 from microclip_lab.dirty_data.records import Record, Records
 from microclip_lab.dirty_data.task import Purpose, Task
+from microclip_lab.tuned_arms.search import PLAIN, evaluated, tuned
 
 Runs = Mapping[int, Record]  # by seed
 Figure = Callable[[Record], float]

@@ -23,6 +23,7 @@ Kind = Literal["classification", "regression", "language", "speech"]
 Purpose = Literal["noisy", "clean", "failure"]  # failure: a noisy task where we expect no gain
 
 EVALUATED_AT_ONCE = 2000
+TUNING_SEEDS = (100, 101)
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,11 @@ class Task:
     weight_decay: float = 0.01
     test_every: int = 1
     edition: int = 1
+
+    @property
+    def tuning_seeds(self) -> tuple[int, ...]:
+        """The seeds that every learning rate is tried with."""
+        return TUNING_SEEDS
 
     def model(self, seed: int) -> nn.Module:
         """Return the network of a seed."""

@@ -15,8 +15,9 @@ from torch import Tensor
 import microclip
 from microclip import rules
 from microclip_lab.dirty_data import rivals
-from microclip_lab.dirty_data.arms import ORACLE, PLAIN, clipped, oracle, plain, rule_named
+from microclip_lab.dirty_data.arms import ORACLE, clipped, oracle, plain, rule_named
 from microclip_lab.dirty_data.training import Backward, Batch, Setup, Start
+from microclip_lab.tuned_arms.search import PLAIN
 
 __all__ = ["ARMS", "BASELINES", "ORACLE", "PLAIN", "Arm"]
 

@@ -19,6 +19,8 @@ NOISY = (PLAIN, ORACLE, *RULES, *BASELINES[1:])
 CLEAN = (PLAIN, "minnorm-1", "minnorm-4", "minnorm-16", "unit-1", "unit-4", "loss-history")
 NO_LABELS = (PLAIN, ORACLE, *RULES, "decay-0.1", "decay-1", "averaging")  # nothing to smooth
 
+TUNING_SEEDS = (100, 101, 102, 103)
+
 # Half of what the paper reports, relative to plain's error: an effect whose interval ends below
 # this is refuted.
 SPEECH_MARGIN = 100 * (3.99 - 3.80) / 3.99 / 2  # WER on test-other, b = 4: 2.4 %
@@ -51,6 +53,16 @@ class Study:
     def name(self) -> str:
         """The name of the task."""
         return self.task.name
+
+    @property
+    def start(self) -> int:
+        """Where the search of plain training's rate starts."""
+        return self.task.start
+
+    @property
+    def tuning_seeds(self) -> tuple[int, ...]:
+        """The seeds that every learning rate is tried with."""
+        return TUNING_SEEDS
 
 
 _TASKS = {

@@ -11,15 +11,14 @@ from pathlib import Path
 from rich.console import Console
 
 from microclip_lab.dirty_data.catalog import task_named
-from microclip_lab.dirty_data.records import Job
-from microclip_lab.dirty_data.runner import FailedRunsError, work
 from microclip_lab.dirty_data.training import Engine
 from microclip_lab.evidence.arms import ARMS
 from microclip_lab.evidence.catalog import BY_NAME, STUDIES, Study, study_named
 from microclip_lab.evidence.plan import Plan, editions, gate
-from microclip_lab.evidence.records import Record, append, read_all
+from microclip_lab.evidence.records import Record, read_all
 from microclip_lab.evidence.when_to_clip import outside_jobs, outside_records
-from microclip_lab.jobs.progress import progress
+from microclip_lab.tuned_arms.records import Job
+from microclip_lab.tuned_arms.runner import work_or_exit
 
 DESCRIPTION = """\
 Evidence that decides: where does micro-batch clipping help, and how can one tell beforehand?
@@ -87,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     arms = options.arms or (QUICK_ARMS if options.quick else None)
     outside = [] if options.quick or options.tasks else outside_jobs(outside_records())
     plan = Plan(studies, arms, 1 if options.quick else None, outside)
-    _train(plan, records, options.out, options.workers, console)
+    work_or_exit(plan, records, options.out, options.workers, console, run_job)
     for study in studies:
         console.print(f"{study.name}: gate {gate(records, study)}")
 
@@ -129,20 +128,6 @@ def rerun(
         if is_same:
             return True
     return False
-
-
-def _train(
-    plan: Plan, records: dict[Job, Record], out: Path, workers: int, console: Console
-) -> None:
-    try:
-        with progress(console) as report:
-            work(plan, records, out, workers, report, run_job, append, Plan.progress)
-    except KeyboardInterrupt:
-        console.print("Stopped. Finished runs are kept: run the same command again to continue.")
-        sys.exit(130)
-    except FailedRunsError as error:
-        console.print(str(error))
-        sys.exit(1)
 
 
 def _describe(console: Console) -> None:

@@ -16,13 +16,9 @@ from microclip_lab.evidence.plan import (
     clean_rate,
     compared,
     effect,
-    evaluated,
     gate,
-    is_tuned,
     last_error,
     outcome_of,
-    scores_of,
-    tuned,
 )
 from microclip_lab.evidence.records import LAST, Record, Records
 from microclip_lab.evidence.sequential import ALPHA, Interval
@@ -38,6 +34,7 @@ from microclip_lab.evidence.when_to_clip import (
     hit_rate,
 )
 from microclip_lab.evidence.wording import percent
+from microclip_lab.tuned_arms.search import evaluated, is_tuned, scores_of, tuned
 
 ADVISED = ("minnorm-1", "minnorm-4", "minnorm-16", "unit-1", "unit-4", "unit-16", "loss-history")
 ENOUGH = 4  # tasks on which a rule was tried before the page gives advice on it
@@ -351,10 +348,10 @@ def _clean_rate(records: Records, study: Study) -> list[str]:
     rate = clean_rate(records, study)
     if rate is None:
         return []
-    plain = evaluated(records, study, PLAIN, rate)
+    plain = evaluated(records, study, PLAIN, rate=rate)
     told = []
     for arm in AT_CLEAN_RATE[1:]:
-        found, _ = compared(plain, evaluated(records, study, arm, rate), study.looks)
+        found, _ = compared(plain, evaluated(records, study, arm, rate=rate), study.looks)
         if found is not None:
             told.append(f"{ARMS[arm].title} {_bold(found)}")
     if not told:

@@ -8,29 +8,25 @@ other arm is run on it.
 
 from __future__ import annotations
 
-import math
-import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Literal
 
 from microclip_lab.dirty_data.catalog import TASKS
-from microclip_lab.dirty_data.plan import (
-    EVALUATION_SEEDS,
-    HIGHEST,
-    LOWEST,
-    Tuned,
-    best_of,
-    next_rates,
-    rate_of,
-)
-from microclip_lab.dirty_data.records import Job
-from microclip_lab.evidence.arms import ARMS, ORACLE, PLAIN
+from microclip_lab.evidence.arms import ARMS, ORACLE
 from microclip_lab.evidence.catalog import BY_NAME, STUDIES, Study
 from microclip_lab.evidence.records import LAST, Record, Records
 from microclip_lab.evidence.sequential import Interval, Outcome, outcome, relative
 from microclip_lab.jobs.progress import Status
+from microclip_lab.tuned_arms.records import Job
+from microclip_lab.tuned_arms.search import (
+    EVALUATION_SEEDS,
+    PLAIN,
+    evaluated,
+    next_jobs,
+    plain_rate,
+    tuned,
+)
 
-TUNING_SEEDS = (100, 101, 102, 103)
 HEADROOM = 8.0  # percent of plain training's error
 AT_CLEAN_RATE = (PLAIN, "minnorm-4", "unit-4")  # the paper's protocol: untuned on the noisy task
 
@@ -101,12 +97,9 @@ class Plan:
         jobs += _evaluations(records, study, seeds)
         return jobs + _at_clean_rate(records, study, looks[0])
 
-    def plain_rate(self, records: Records, name: str) -> float | None:
+    def plain_rate_of(self, records: Records, name: str) -> float | None:
         """Return the tuned rate of plain training on a task, if there is one."""
-        study = BY_NAME.get(name)
-        if study is None:
-            return None
-        return tuned(records, study, PLAIN).rate if is_tuned(records, study, PLAIN) else None
+        return plain_rate(records, BY_NAME[name]) if name in BY_NAME else None
 
     def progress(self, records: Records) -> Status:
         """Return how many studies are over; how many runs a study takes is not known before."""
@@ -125,9 +118,7 @@ def _evaluations(records: Records, study: Study, seeds: dict[str, int]) -> list[
 def clean_rate(records: Records, study: Study) -> float | None:
     """Return plain training's rate on the task without draggers, once it is known."""
     twin = BY_NAME.get(study.clean_twin)
-    if twin is None or not is_tuned(records, twin, PLAIN):
-        return None
-    return tuned(records, twin, PLAIN).rate
+    return None if twin is None else plain_rate(records, twin)
 
 
 def _waits_for_twin(records: Records, study: Study) -> bool:
@@ -147,63 +138,7 @@ def _at_clean_rate(records: Records, study: Study, count: int) -> list[Job]:
     return [job for job in jobs if job not in records]
 
 
-# ---- tuning
-
-
-def scores_of(records: Records, study: Study, arm: str) -> dict[int, float]:
-    """Return the mean metric on noisy validation data of every k run with all tuning seeds."""
-    found = {}
-    for k in range(LOWEST, HIGHEST + 1):
-        runs = [records.get(Job(study.name, arm, "tune", rate_of(k), s)) for s in TUNING_SEEDS]
-        values = [run.last_validation for run in runs if run is not None]
-        if len(values) == len(TUNING_SEEDS):
-            found[k] = statistics.fmean(values) if min(values) > -math.inf else -math.inf
-    return found
-
-
-def start_of(records: Records, study: Study, arm: str) -> int | None:
-    """Return the k at which an arm's search starts; None until plain training is tuned."""
-    if arm == PLAIN:
-        return study.task.start
-    return tuned(records, study, PLAIN).k if is_tuned(records, study, PLAIN) else None
-
-
-def next_jobs(records: Records, study: Study, arm: str) -> list[Job]:
-    """Return the tuning runs to do next; none once the arm is tuned."""
-    start = start_of(records, study, arm)
-    assert start is not None, "plain training is tuned first"
-    jobs = [
-        Job(study.name, arm, "tune", rate_of(k), seed)
-        for k in next_rates(scores_of(records, study, arm), start)
-        for seed in TUNING_SEEDS
-    ]
-    return [job for job in jobs if job not in records]
-
-
-def is_tuned(records: Records, study: Study, arm: str) -> bool:
-    """Return whether an arm's search is over."""
-    start = start_of(records, study, arm)
-    return start is not None and not next_rates(scores_of(records, study, arm), start)
-
-
-def tuned(records: Records, study: Study, arm: str) -> Tuned:
-    """Return the learning rate of an arm whose search is over."""
-    scores, start = scores_of(records, study, arm), start_of(records, study, arm)
-    assert start is not None
-    return Tuned(best_of(scores, start), scores)
-
-
 # ---- looks
-
-
-def evaluated(records: Records, study: Study, arm: str, rate: float | None = None) -> Runs:
-    """Return the evaluation runs of an arm at its tuned rate, or another one, by seed."""
-    if rate is None:
-        if not is_tuned(records, study, arm):
-            return {}
-        rate = tuned(records, study, arm).rate
-    jobs = {s: Job(study.name, arm, "evaluate", rate, s) for s in EVALUATION_SEEDS}
-    return {seed: records[job] for seed, job in jobs.items() if job in records}
 
 
 def compared(

@@ -13,17 +13,11 @@ from typing import Protocol
 
 from microclip_lab.evidence.arms import ARMS, PLAIN
 from microclip_lab.evidence.catalog import Study
-from microclip_lab.evidence.plan import (
-    Runs,
-    compared,
-    evaluated,
-    is_tuned,
-    last_error,
-    scores_of,
-)
+from microclip_lab.evidence.plan import Runs, compared, last_error
 from microclip_lab.evidence.records import LAST, Record, Records
 from microclip_lab.evidence.sequential import Interval, interval
 from microclip_lab.language import vader
+from microclip_lab.tuned_arms.search import evaluated, is_tuned, scores_of
 
 
 class Quantity(Protocol):

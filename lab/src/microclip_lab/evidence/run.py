@@ -12,12 +12,12 @@ import time
 import torch
 from torch import nn
 
-from microclip_lab.dirty_data.records import Stage
 from microclip_lab.dirty_data.task import Data, Part, Task, is_better, outputs_of
 from microclip_lab.dirty_data.training import Engine, Setup, train
 from microclip_lab.evidence.arms import ARMS, PLAIN
 from microclip_lab.evidence.records import LAST, Record
 from microclip_lab.evidence.snapshots import snapshot
+from microclip_lab.tuned_arms.records import Stage
 
 LOOKED_AT = 8  # seeds whose gradients are looked at
 

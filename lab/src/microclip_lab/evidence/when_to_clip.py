@@ -22,14 +22,15 @@ from typing import Literal
 from microclip_lab.dirty_data import catalog as dirty_catalog
 from microclip_lab.dirty_data import plan as dirty_plan
 from microclip_lab.dirty_data import records as dirty_records
-from microclip_lab.dirty_data.records import Job
 from microclip_lab.dirty_data.task import Task
 from microclip_lab.evidence.arms import PLAIN
 from microclip_lab.evidence.catalog import STUDIES
-from microclip_lab.evidence.plan import evaluated, gate, outcome_of
+from microclip_lab.evidence.plan import gate, outcome_of
 from microclip_lab.evidence.records import Record, Records
 from microclip_lab.evidence.run import error_of
 from microclip_lab.evidence.sequential import Outcome, outcome, relative
+from microclip_lab.tuned_arms.records import Job
+from microclip_lab.tuned_arms.search import evaluated, is_tuned, tuned
 
 RULES = {"minnorm-4": "minnorm", "unit-4": "unit"}  # here, and in the dirty-data benchmark
 # tried in this order; of equal ones, the first is taken
@@ -112,7 +113,7 @@ def cases(records: Records, outside: dirty_records.Records) -> list[Case]:
 
 
 def _outcome_outside(records: dirty_records.Records, task: Task, arm: str) -> Outcome:
-    runs = [dirty_plan.evaluated(records, task, name, 100) for name in (PLAIN, arm)]
+    runs = [evaluated(records, task, name) for name in (PLAIN, arm)]
     seeds = sorted(runs[0].keys() & runs[1].keys())
     base, other = ([error_of(task, own[seed].last) for seed in seeds] for own in runs)
     return outcome(relative(base, other), OUTSIDE_MARGIN)
@@ -126,9 +127,9 @@ def outside_records(folder: Path = DIRTY_DATA) -> dict[Job, dirty_records.Record
 def outside_jobs(outside: dirty_records.Records) -> list[Job]:
     """Return the runs of plain training to look at, at the rates that were found there."""
     return [
-        Job(task.name, PLAIN, "evaluate", dirty_plan.tuned(outside, task, PLAIN).rate, seed)
+        Job(task.name, PLAIN, "evaluate", tuned(outside, task, PLAIN).rate, seed)
         for task in dirty_catalog.TASKS.values()
-        if dirty_plan.is_tuned(outside, task, PLAIN)
+        if is_tuned(outside, task, PLAIN)
         for seed in OUTSIDE_SEEDS
     ]
 

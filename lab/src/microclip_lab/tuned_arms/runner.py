@@ -1,7 +1,7 @@
-"""Runs the plan in worker processes, one thread each, and keeps every finished run.
+"""Runs a plan in worker processes, one thread each, and keeps every finished run.
 
 The lab's job queue asks a database before each run, which takes longer than many of these runs do;
-here, one process hands them out.
+here, one process hands them out. What to run, and how, is up to the plan and the benchmark.
 """
 
 from __future__ import annotations
@@ -10,38 +10,36 @@ import logging
 import multiprocessing
 import os
 import signal
+import sys
 import threading
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from microclip_lab.dirty_data.plan import Plan
-from microclip_lab.dirty_data.records import Job, Record, append
-from microclip_lab.jobs.progress import Status
+from rich.console import Console
+
+from microclip_lab.jobs.progress import Status, progress
+from microclip_lab.tuned_arms.records import Job, append
 
 logger = logging.getLogger(__name__)
-
-RUNS_OF_SEARCH = 8  # a guess for progress: four rates, two seeds
 
 
 class FailedRunsError(RuntimeError):
     """Some runs ended in an error; all others are kept."""
 
 
-def run_job(job: Job, plain_rate: float | None) -> Record:
-    """Do one run, in a worker process."""
-    from microclip_lab.dirty_data.run import run
+class Runnable(Protocol):
+    """A plan: pure functions of the records there are."""
 
-    return run(
-        job.task,
-        job.arm,
-        job.seed,
-        job.rate,
-        plain_rate=plain_rate,
-        tested=job.stage == "evaluate",
-    )
+    def missing(self, records: dict[Job, Any]) -> Iterable[Job]:
+        """Return the runs that can start now, the most urgent first."""
+
+    def plain_rate_of(self, records: dict[Job, Any], task: str) -> float | None:
+        """Return the tuned rate of plain training on a task, if there is one."""
+
+    def progress(self, records: dict[Job, Any]) -> Status:
+        """Return how much is done."""
 
 
 def prepare_worker() -> None:
@@ -62,26 +60,22 @@ def _end_with_parent() -> None:
 
 
 def work(
-    plan: Any,
+    plan: Runnable,
     records: dict[Job, Any],
     folder: Path,
     workers: int,
     report: Callable[[Status], None],
-    do: Callable[[Job, float | None], Any] = run_job,
-    keep: Callable[[Path, Any], None] = append,
-    progress_of: Callable[[Any, dict[Job, Any]], Status] | None = None,
+    do: Callable[[Job, float | None], Any],
 ) -> None:
     """Do all missing runs; `records` grows.
 
     Args:
-        plan: What to run: says what is `missing` and the `plain_rate` of a task.
+        plan: What to run.
         records: Those there are already.
         folder: Where to add the records.
         workers: How many worker processes; even one is separate from this process.
         report: Called with the progress.
-        do: Carries out a run.
-        keep: Adds a record to the folder.
-        progress_of: Returns the progress; by default that of this benchmark's plan.
+        do: Carries out a run, given plain training's tuned rate.
     """
     failed: dict[Job, str] = {}
     running: dict[Future[Any], Job] = {}
@@ -95,9 +89,9 @@ def work(
                 if len(running) == workers:
                     break
                 if job not in busy and job not in failed:
-                    plain_rate = plan.plain_rate(records, job.task)
+                    plain_rate = plan.plain_rate_of(records, job.task)
                     running[pool.submit(do, job, plain_rate)] = job
-            report((progress_of or status)(plan, records))
+            report(plan.progress(records))
             if not running:
                 break
             for future in wait(running, return_when=FIRST_COMPLETED).done:
@@ -105,7 +99,7 @@ def work(
                 error = future.exception()
                 if error is None:
                     records[job] = future.result()
-                    keep(folder, records[job])
+                    append(folder, records[job])
                 else:
                     logger.error("%s failed: %s", job, error)
                     failed[job] = f"{type(error).__name__}: {error}"
@@ -120,16 +114,21 @@ def work(
         raise FailedRunsError(f"{len(failed)} runs failed; all others are kept. {listed}")
 
 
-def status(plan: Plan, records: dict[Job, Record]) -> Status:
-    """Return the progress; how many runs a search takes is a guess until it is over."""
-    done = total = 0
-    untuned = set(plan.untuned(records))
-    counts = Counter((job.task, job.arm, job.stage) for job in records)
-    for task, arm in plan.pairs():
-        searched = counts[task.name, arm.name, "tune"] if plan.tuning else 0
-        judged = counts[task.name, arm.name, "evaluate"] if plan.evaluating else 0
-        is_open = plan.tuning and f"{task.name}/{arm.name}" in untuned
-        done += searched + judged
-        total += max(searched + 2, RUNS_OF_SEARCH) if is_open else searched
-        total += max(judged, len(plan.seeds)) if plan.evaluating else 0
-    return Status(done, total, done, max(total, 1))
+def work_or_exit(
+    plan: Runnable,
+    records: dict[Job, Any],
+    folder: Path,
+    workers: int,
+    console: Console,
+    do: Callable[[Job, float | None], Any],
+) -> None:
+    """Do all missing runs with a progress bar; end the command if stopped, or if runs failed."""
+    try:
+        with progress(console) as report:
+            work(plan, records, folder, workers, report, do)
+    except KeyboardInterrupt:
+        console.print("Stopped. Finished runs are kept: run the same command again to continue.")
+        sys.exit(130)
+    except FailedRunsError as error:
+        console.print(str(error))
+        sys.exit(1)
