@@ -39,7 +39,7 @@ from microclip.microbatches import MicrobatchList
 from microclip.rules import Rule
 
 if TYPE_CHECKING:
-    from microclip.engines.single_pass.verify import AutocastWatch, Comparison, Verify
+    from microclip.engines.single_pass.verify import AutocastWatch, Verify
 
 EngineName = Literal["auto", "stream", "two_pass", "fused"]
 ENGINES: tuple[str, ...] = get_args(EngineName)
@@ -338,6 +338,8 @@ def _compare(
     before: Snapshot,
     autocast: AutocastWatch,
 ) -> EngineReport:
+    from microclip.engines.single_pass.rounding import compared, rounding_explains
+
     seconds: dict[str, float] = {}
     rounds: list[tuple[float, float]] = []
     start = time.perf_counter()
@@ -362,10 +364,13 @@ def _compare(
             typical = median(several for _, several in rounds)
             ratio = median(single / several for single, several in rounds)
             seconds = {"fused": typical * ratio, fallback.name: typical}
-    comparison = _compared(fused, trusted)
+    comparison = compared(fused, trusted)
     error, suspect = comparison.error, comparison.suspect(autocast.seen)
     if not math.isfinite(error):
         return EngineReport(fallback.name, NOT_FINITE)
+    if suspect is not None and still:
+        is_noise = rounding_explains(comparison, lambda: run(candidate)[0], autocast.seen)
+        suspect = None if is_noise else suspect
     if suspect is not None and not still:
         return EngineReport(
             fallback.name,
@@ -386,15 +391,6 @@ def _compare(
     faster = min(seconds, key=seconds.__getitem__)
     times = ", ".join(f"{name} {value:.3g} s" for name, value in seconds.items())
     return EngineReport(faster, f"Both are exact, and it is faster ({times}).", seconds, error)
-
-
-def _compared(found: Gradients, trusted: Gradients) -> Comparison:
-    from microclip.engines.single_pass.verify import Comparison
-
-    comparison = Comparison()
-    for name in found.keys() | trusted.keys():
-        comparison.add(name, found.get(name), trusted.get(name))
-    return comparison
 
 
 def _wait_for(devices: set[torch.device]) -> None:

@@ -31,6 +31,7 @@ ALONE = 1.5  # cost of a micro-batch alone, relative to its share of a step, com
 FEW = 3  # micro-batches that are checked together where dropout has to be disabled
 TRIES = 4  # micro-batches to run alone, until one is conclusive
 MOST_SURPRISES = 64  # checks of new functions that need not fit into the time
+NOISE = 16.0  # times what one rounding error per operation does is still rounding
 
 
 @dataclass(frozen=True)
@@ -83,16 +84,25 @@ class Comparison:
         total, norm = math.hypot(*errors.values()), math.hypot(*norms.values())
         return total / norm if norm else total
 
-    def suspect(self, rounded: bool) -> str | None:
-        """Return the parameter that is furthest off, if any is too far off or not finite."""
+    def suspect(self, rounded: bool, noise: Comparison | None = None) -> str | None:
+        """Return the parameter that is furthest off, if any is too far off or not finite.
+
+        Args:
+            rounded: Whether autocast was seen.
+            noise: What rounding does to the same gradients, if they are known to be
+                ill-conditioned.
+        """
         tolerance = Tolerance.for_(self._dtypes, rounded)
         errors, norms = self._read()
         whole = math.hypot(*norms.values())
+        relative = tolerance.relative + (NOISE * noise.error if noise else 0.0)
+        moved = noise._read()[0] if noise else {}
         worst, suspect = 1.0, None
         for name, error in errors.items():
             if not math.isfinite(error):
                 return name
-            allowed = tolerance.relative * norms[name] + tolerance.absolute * whole
+            allowed = relative * norms[name] + tolerance.absolute * whole
+            allowed += NOISE * moved.get(name, 0.0)
             if error > allowed and error / (allowed or 1e-300) > worst:
                 worst, suspect = error / (allowed or 1e-300), name
         return suspect

@@ -1,0 +1,154 @@
+"""Differences that rounding explains are no reason to leave a single pass; all others are."""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from microclip import Clipper, rules
+from microclip.engines.single_pass import engine as single_pass
+from microclip.engines.single_pass.rounding import ExtraRounding
+
+
+class Scaled(torch.autograd.Function):
+    """The right values, but gradients that depend on the number of examples."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, d):
+        return d * len(d)
+
+
+class Certain(nn.Module):
+    """Classifies with logits near 100,000: its gradients are lost in their rounding."""
+
+    def __init__(self, mixes=False):
+        super().__init__()
+        self.first, self.last = nn.Linear(64, 256), nn.Linear(256, 6)
+        self.mixes = mixes
+        with torch.no_grad():
+            self.last.weight *= 1e5
+
+    def forward(self, x):
+        hidden = self.first(x).relu()
+        return self.last(Scaled.apply(hidden) if self.mixes else hidden)
+
+
+def batch(model, size=8):
+    """Return inputs, and labels that the model chose by a small margin for logits as large."""
+    x = torch.randn(8_000, 64)
+    with torch.no_grad():
+        two = model(x).topk(2)
+    margins = two.values[:, 0] - two.values[:, 1]
+    rows = ((margins > 5) & (margins < 60)).nonzero()[:size, 0]
+    assert len(rows) == size
+    return x[rows], two.indices[rows, 0]
+
+
+def warned(clipper, model, steps=2):
+    """Return whether a step was found to be wrong, and the engine of the last step."""
+
+    def losses(batch):
+        return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(steps):
+            outcome = clipper.backward(losses, batch(model))
+    return any("mix examples" in str(each.message) for each in caught), outcome.engine
+
+
+RULES = {"streams": rules.Unit(), "does not stream": rules.Median()}
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+@pytest.mark.parametrize("name", ["fused", "auto"])
+def test_a_model_that_is_certain(name, rule):
+    torch.manual_seed(0)
+    model = Certain()
+    clipper = Clipper(model, 1, engine=name, rule=rule, verify="always")
+    assert warned(clipper, model) == (False, "fused")
+
+
+def test_without_this_it_would_be_suspected(monkeypatch):
+    monkeypatch.setattr(single_pass, "rounding_explains", lambda *_: False)
+    torch.manual_seed(0)
+    model = Certain()
+    clipper = Clipper(model, 1, engine="fused", rule=rules.Unit(), verify="always")
+    assert warned(clipper, model) == (True, "stream")
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+@pytest.mark.parametrize("name", ["fused", "auto"])
+def test_a_certain_model_that_mixes(name, rule):
+    torch.manual_seed(0)
+    model = Certain(mixes=True)
+    clipper = Clipper(model, 1, engine=name, rule=rule, verify="always")
+    found, engine = warned(clipper, model, steps=1)
+    assert found
+    assert engine != "fused"
+
+
+def test_a_model_that_changes_from_call_to_call():
+    torch.manual_seed(0)
+    model, calls = nn.Linear(64, 6), []
+
+    def loss_fn(batch):
+        calls.append(1)
+        return F.cross_entropy(
+            model(batch[0]) * (1 + 0.01 * len(calls)), batch[1], reduction="none"
+        )
+
+    clipper = Clipper(model, 1, engine="fused", verify="always")
+    x, y = torch.randn(8, 64), torch.randint(6, (8,))
+    with pytest.warns(RuntimeWarning, match="mix examples"):
+        clipper.backward(loss_fn, (x, y))
+
+
+def test_ties_that_rounding_breaks_excuse_nothing():
+    """Two equal numbers share the gradient of their maximum, until rounding tells them apart."""
+    torch.manual_seed(0)
+    first, last = nn.Linear(8, 8), nn.Linear(8, 6)
+    model = nn.ModuleList([first, last])
+
+    def loss_fn(batch):
+        hidden = torch.stack([first(batch[0][:, :8]).tanh(), first(batch[0][:, :8]).tanh()])
+        return F.cross_entropy(last(Scaled.apply(hidden.amax(0))), batch[1], reduction="none")
+
+    clipper = Clipper(model, 1, engine="fused", verify="always")
+    x, y = torch.randn(8, 64), torch.randint(6, (8,))
+    with pytest.warns(RuntimeWarning, match="mix examples"):
+        assert clipper.backward(loss_fn, (x, y)).engine == "stream"
+
+
+class TestExtraRounding:
+    def test_errors_of_one_unit(self):
+        x = torch.rand(1000) + 1
+        with ExtraRounding():
+            found = x * x
+        error = (found / (x * x) - 1).abs()
+        assert error.mean() > 0.5e-7
+        assert error.max() < 2.5e-7
+
+    def test_the_same_ones_again(self):
+        x = torch.randn(100)
+        with ExtraRounding(64):
+            assert torch.equal(x.sin(), x.sin())
+        with ExtraRounding(64, seed=0):
+            one = x.sin()
+        with ExtraRounding(64, seed=1):
+            assert not torch.equal(x.sin(), one)
+
+    def test_counts_masks_and_infinities_stay(self):
+        lowest = torch.finfo(torch.float32).min
+        with ExtraRounding(64):
+            assert torch.ones(5).sum().item() == 5
+            assert int(torch.tensor([3.5, 2.5]).floor()[0]) == 3
+            assert torch.full((3,), lowest).add(0.25).isfinite().all()
+            assert torch.arange(6).view(2, 3)[1].tolist() == [3, 4, 5]
+            assert torch.zeros(2).log().tolist() == [-torch.inf] * 2
