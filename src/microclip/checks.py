@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from microclip import multitensor
-from microclip.microbatches import Ids, MicrobatchList, check_size, tensors_of
+from microclip.batches import tensors_of
+from microclip.microbatches import Ids, MicrobatchList, check_size
 from microclip.rules import ExampleRule, Rule
 
 if TYPE_CHECKING:
@@ -197,15 +198,15 @@ def check_shape(loss: Tensor | None, size: int) -> None:
         )
 
 
-def check_losses(losses: object, ids: Ids | None) -> tuple[int, tuple[Hashable, ...]]:
-    """Return the number of examples and their ids; refuse what is not one loss per example."""
+def check_losses(losses: object, ids: Ids | None) -> tuple[Hashable, ...]:
+    """Return the ids of examples, if given; refuse what is not one loss per example."""
     if not isinstance(losses, Tensor) or losses.dim() != 1 or not len(losses):
         shown = tuple(losses.shape) if isinstance(losses, Tensor) else repr(losses)
         raise ValueError(
             "weighted_loss() needs a vector with one loss per example, as with "
             f'reduction="none", but got {shown}.'
         )
-    return size_and_ids(len(losses), ids)
+    return size_and_ids(len(losses), ids)[1]
 
 
 def check_gradients_exist(parameters: dict[str, nn.Parameter]) -> None:

@@ -1,32 +1,21 @@
-"""The Clipper: the object that users hold. It ties engines, rules and ranks together."""
+"""The Clipper: the object that users hold. Checks what it is given, and does whole steps or none.
+
+What happens inside a step is in `microclip.step`.
+"""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Hashable, Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import replace
-from functools import partial
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch import Tensor, nn
 
-from microclip import checks, multitensor
-from microclip.distributed.ddp import Ddp
-from microclip.distributed.detection import LossCommunication, OuterWrapper, refuse_late_sharding
-from microclip.engines.base import Engine
-from microclip.engines.gradients import (
-    Gradients,
-    LossFn,
-    MeanOfExamplesError,
-    deposit,
-    kept_gradients,
-    name_of,
-    restore,
-    trainable,
-    unscale,
-)
+from microclip import checks
+from microclip.distributed.parallelism import Parallelism
+from microclip.engines.gradients import LossFn, deposit, kept_gradients, restore, trainable
 from microclip.engines.select import (
     ENGINES,
     SCOPES,
@@ -36,27 +25,16 @@ from microclip.engines.select import (
     Scope,
     check,
 )
-from microclip.engines.step_record import REDUCTIONS, Policy, Reduction, StepRecord
-from microclip.example_step import ExampleIds, ExampleStep
+from microclip.engines.step_record import REDUCTIONS, Policy, Reduction
+from microclip.example_step import ExampleIds
 from microclip.interrupts import uninterrupted
-from microclip.microbatches import (
-    Domains,
-    Ids,
-    Microbatch,
-    MicrobatchList,
-    check_batch_dim,
-    check_size,
-    cut,
-    is_empty,
-)
+from microclip.microbatches import Domains, Ids, check_batch_dim, check_size
 from microclip.outcome import Outcome
-from microclip.rules import NONFINITE, ExampleRule, MinNorm, Nonfinite, Rule, Seen
+from microclip.rules import NONFINITE, ExampleRule, MinNorm, Nonfinite, Rule
 from microclip.step import Step
 from microclip.step_predictions import StepPredictions
-from microclip.wrappers import is_sharded, refuse_unsupported, world_size
 
 if TYPE_CHECKING:
-    from microclip.distributed.fsdp import Fsdp
     from microclip.engines.single_pass.verify import Verify
     from microclip.ledger import Ledger
 
@@ -136,17 +114,11 @@ class Clipper:
         checks.check_example_rule(rule, microbatch_size, scope)
         self._parameters = trainable(model)  # as of the last step
         self.model = model
-        refuse_unsupported(model)
-        self._ddp = Ddp.find(model)
-        self._outer_wrapper: OuterWrapper | None = None
-        self._communication: LossCommunication | None = None
         budget, verify = checks.check_budget(memory_budget), checks.check_verify(verify)
-        self._fsdp = _find_fsdp(model, scope)
-        self._selector = EngineSelector(engine, model, grad_scaler, budget, verify, self._fsdp)
-        self._ranks = self._ddp.ranks if self._ddp else None
-        if self._ranks is None and self._fsdp is not None:
-            self._ranks = self._fsdp.norm_exchange
-        self._detect_ranks()
+        self._parallelism = Parallelism(model, scope)
+        self._selector = EngineSelector(
+            engine, model, grad_scaler, budget, verify, self._parallelism.fsdp
+        )
         self.policy = Policy(rule, check_size(microbatch_size), reduction, nonfinite)
         self.batch_dim = check_batch_dim(batch_dim)
         self.step = 0
@@ -156,7 +128,6 @@ class Clipper:
         self._open: Step | None = None  # the step in progress
         self._example_rule = rule if isinstance(rule, ExampleRule) else None
         self._ids = None if self._example_rule is None else ExampleIds(self._example_rule)
-        self._examples: ExampleStep | None = None  # of the step in progress
         self._losses_of: dict[str, bool] = {}  # by loss_fn: whether it returns one per example
         self._noise_scale = self._wants_noise_scale(noise_scale)
         self._mistakes = checks.Mistakes(model)
@@ -264,16 +235,10 @@ class Clipper:
             clipper.weighted_loss(losses, ids=ids).backward()
             clipper.fold(loss=losses, ids=ids)
         """
-        size, names = checks.check_losses(losses, ids)
+        names = checks.check_losses(losses, ids)
         if self._example_rule is None:
             return losses.mean()
-        self._current()
-        assert self._examples is not None
-        microbatch = Microbatch(None, range(size), None, names or tuple(range(size)))
-        weighted = self._weighted(microbatch, losses, ids)
-        self._examples.forget_last()  # fold() arrives at the same weights
-        self._examples.weighted_for = size, names
-        return weighted.mean(losses)
+        return self._current().weighted_mean(losses, names, ids)
 
     @contextmanager
     def _all_or_nothing(self) -> Iterator[None]:
@@ -285,6 +250,8 @@ class Clipper:
             yield
         except BaseException as error:
             torch.set_grad_enabled(mode)
+            if self._open is not None and self._open.failed:
+                self.discard()
             if self.step == step:
                 if kept is not None:
                     restore(parameters, kept)
@@ -298,48 +265,31 @@ class Clipper:
             return self._finish()
 
     def _finish(self) -> Outcome:
-        if not self._has_folded and self._ddp is None:
+        if not self._has_folded and self._parallelism.ddp is None:
             raise RuntimeError(
                 "finish() has nothing to finish: no micro-batch was folded since the last finish()."
             )
-        step, examples = self._current(), self._examples
-        engine, record = step.engine, step.record
-        parameters = trainable(self.model) if engine is None else engine.parameters
+        step = self._current()
+        parameters = step.parameters
         messages: list[str | Warning] = []
         together = uninterrupted()  # what the rule learns, `.grad` and the ledger
         try:
-            self._reshard()
-            gradients, seen = self._result(engine, record, parameters)
-            noise = self._noise(record, gradients) if self._noise_scale else {}
-            notes = tuple(step.notes)
-            overflowed = self._overflowed(record)
-            if overflowed:
-                notes += (
-                    "The gradients overflowed half precision at this loss scale. The result is "
-                    "NaN, so the scaler will lower the scale.",
-                )
+            self._parallelism.reshard()
+            gradients, seen = step.result(parameters)
+            noise = step.noise(gradients)
             with together:
-                record.update_rule()
+                step.record.update_rule()
                 if self._example_rule is not None and seen is not None:
                     self._example_rule.remember(seen)
                     messages = self._example_rule.messages()
-                    notes += tuple(map(str, messages))
-                outcome = record.outcome(engine.name if engine else "none", notes)
-                outcome = _with_own_losses(outcome, step.loss_scales)
-                if noise:
-                    outcome = replace(outcome, **noise)
-                if self._predictions is not None and outcome.example_losses is not None:
-                    predictions, classes = self._predictions.take()
-                    outcome = replace(outcome, predictions=predictions, classes=classes)
-                if examples is not None:
-                    outcome = replace(outcome, example_weights=examples.weights())
-                done = {"outcome": outcome, "step": record.step + 1}
-                done |= {"_open": None, "_examples": None, "_parameters": parameters}
+                outcome = step.outcome(noise, tuple(map(str, messages)))
+                done = {"outcome": outcome, "step": step.number + 1}
+                done |= {"_open": None, "_parameters": parameters}
                 deposit(parameters, gradients, (self.__dict__.update, done))
                 if self.ledger is not None:
                     self.ledger.record(outcome)
         except BaseException:
-            if self.step == record.step:  # unfinished
+            if self.step == step.number:  # unfinished
                 self.discard()
             together.release()
             raise
@@ -347,65 +297,20 @@ class Clipper:
             if isinstance(message, Warning):
                 warnings.warn(message, stacklevel=3)
         self._mistakes.after(parameters)
-        self._mistakes.equal_losses(outcome.losses, outcome.norms, record.step)
-        if self._outer_wrapper is not None and self._ddp is None:
-            self._outer_wrapper.warn_unwrapped()
-        if record.left_out and not overflowed and not self._warned:
+        self._mistakes.equal_losses(outcome.losses, outcome.norms, step.number)
+        if self._parallelism.outer_wrapper is not None and self._parallelism.ddp is None:
+            self._parallelism.outer_wrapper.warn_unwrapped()
+        skipped = len(step.record.left_out)
+        if skipped and not step.overflowed and not self._warned:
             self._warned = True
             warnings.warn(
-                f"Skipped {len(record.left_out)} of {len(record)} micro-batches in step "
-                f"{record.step}: their gradients are not finite. From now on such micro-batches "
+                f"Skipped {skipped} of {len(step.record)} micro-batches in step "
+                f"{step.number}: their gradients are not finite. From now on such micro-batches "
                 "are only counted, in outcome.skipped, without a warning.",
                 RuntimeWarning,
                 stacklevel=3,
             )
         return outcome
-
-    def _result(
-        self, engine: Engine | None, record: StepRecord, parameters: dict[str, nn.Parameter]
-    ) -> tuple[Gradients, Seen | None]:
-        """Return the clipped gradient, summed over all ranks if there are several.
-
-        The second value is what all ranks saw of their examples, if the rule wants to know.
-        """
-        if self._ranks is not None:
-            self._ranks.describe(self.policy, self.grad_scaler, parameters)
-        record.sync_ranks()
-        seen = None
-        if self._examples is not None:
-            seen = self._examples.gather(record, self._ranks)
-        if self._ddp is not None:
-            self._ddp.end()
-        if engine is None:  # this rank has no examples, and adds nothing
-            record.leave_out()
-            gradients: Gradients = {}
-        else:
-            with self.local():
-                gradients = engine.finish()
-            if self._overflowed(record):  # the scaler must see it, on every rank
-                gradients = {name: g.fill_(torch.nan) for name, g in gradients.items()}
-        if self._ddp is not None:
-            gradients = self._ddp.ranks.sum(record.step, gradients, parameters)
-        return gradients, seen
-
-    def _noise(self, record: StepRecord, gradients: Gradients) -> dict[str, Any]:
-        """Return what the outcome says about how noisy gradients are."""
-        if not gradients:
-            return {}
-        each = list(gradients.values())
-        norm = unscale(multitensor.norm(each, each[0].device), self.grad_scaler)
-        if self._fsdp is not None:
-            found = record.noise(self._fsdp.norm_of_shards(norm))
-            return {"noise": replace(found, trace=found.trace * self._fsdp.ranks_per_row)}
-        noise: dict[str, Any] = {"noise": record.noise(norm)}
-        record.domain_norms = {
-            domain: unscale(norm, self.grad_scaler)
-            for domain, norm in record.domain_norms.items()
-            if domain is not None
-        }
-        if record.domain_norms:
-            noise["domain_noise"] = record.domain_noise()
-        return noise
 
     def _wants_noise_scale(self, asked: bool) -> bool:
         """Return whether to estimate it; refuse where that is impossible."""
@@ -428,23 +333,13 @@ class Clipper:
         receive(found.note)
         return found
 
-    def _overflowed(self, record: StepRecord) -> bool:
-        """Whether micro-batches are skipped because the loss scale is too large."""
-        scaler = self.grad_scaler
-        return bool(record.left_out and scaler and record.overflowed(scaler.get_scale()))
-
-    @contextmanager
-    def local(self) -> Iterator[None]:
+    def local(self) -> AbstractContextManager[None]:
         """Inside the block, gradients stay on this rank: for `fold()` after your own backward."""
-        with (
-            nullcontext() if self._ddp is None else self._ddp.local(),
-            nullcontext() if self._outer_wrapper is None else self._outer_wrapper.refused(),
-        ):
-            yield
+        return self._parallelism.local()
 
     def discard(self) -> None:
         """Drop what was folded since the last `finish()`, for example to skip a bad batch."""
-        self._open = self._examples = None
+        self._open = None
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint must hold: steps, the rule's state, and what "auto" found.
@@ -487,88 +382,10 @@ class Clipper:
         self, loss_fn: LossFn, batch: Any, ids: Ids | None, domains: Domains | None, final: bool
     ) -> None:
         checks.check_loss_fn(loss_fn)
-        b = self.policy.microbatch_size
-        self._reshard()
+        self._parallelism.reshard()
         if not self._has_folded:
             self._mistakes.at_start(self.step)
-        if self._ddp is not None:
-            self._current()
-            if is_empty(batch, self.batch_dim):
-                return
-        elif self._fsdp is not None and is_empty(batch, self.batch_dim):
-            self._fsdp.report_empty_batch(self._current().record, self.grad_scaler)
-        step = self._current()
-        place = {"first_position": step.record.examples, "batch_dim": self.batch_dim}
-        given: dict[str, Any] = {"domains": domains, "ids": ids, **place}
-        if self._example_rule is None:
-            microbatches = cut(batch, b, **given)
-            step.note_size(microbatches.examples, final)
-            self._fold_microbatches(loss_fn, microbatches, final)
-        else:
-            self._fold_weighted(loss_fn, batch, given, final)
-
-    def _fold_weighted(
-        self, loss_fn: LossFn, batch: Any, given: dict[str, Any], final: bool
-    ) -> None:
-        """Fold a batch of weighted examples.
-
-        Without clipping, it is one micro-batch: a single weighted backward pass. If `loss_fn`
-        returns a mean, the batch is cut into micro-batches, and these are weighted instead.
-        """
-        rule, examples, ids = self._example_rule, self._examples, given["ids"]
-        assert rule is not None
-        assert examples is not None
-        b, name = self.policy.microbatch_size, name_of(loss_fn)
-        scales = _loss_scales(loss_fn)
-        if rule.clip is not None or rule.needs_norms or self._losses_of.get(name) is False:
-            microbatches = cut(batch, b, **given)
-            self._fold_microbatches(
-                loss_fn, examples.weigh(microbatches, ids, False, scales), final
-            )
-            return
-        microbatches = examples.weigh(cut(batch, None, **given), ids, True, scales)
-        before = None
-        if name not in self._losses_of:  # its first call may have to be undone
-            before = self._selector.side_effects.snapshot(loss_fn)
-            microbatches = microbatches.keep_copy()
-        try:
-            self._fold_microbatches(loss_fn, microbatches, final)
-            if microbatches.examples > 1:  # a single example has one loss either way
-                self._losses_of[name] = True
-        except MeanOfExamplesError:
-            if b is None:
-                raise ValueError(
-                    f"{type(rule).__name__} weights examples, but loss_fn returns the mean of "
-                    f"{microbatches.examples} losses. Return the losses themselves, as with "
-                    'reduction="none". If that is impossible, pass microbatch_size=1 (slow) or '
-                    "more, and the micro-batches are weighted."
-                ) from None
-            if before is not None:
-                before.restore()
-                microbatches.reverted()
-            self._losses_of[name] = False
-            examples.forget_last()
-            self._fold_weighted(loss_fn, batch, given, final)
-
-    def _fold_microbatches(
-        self, loss_fn: LossFn, microbatches: MicrobatchList, final: bool
-    ) -> None:
-        step, called = self._current(), loss_fn
-        if self._predictions is not None:
-            called = self._predictions.watched(loss_fn)
-        if self.step & (self.step + 1) == 0:
-            step.record.on_loss = partial(self._mistakes.in_loss, microbatches=microbatches)
-            self._mistakes.in_batch(microbatches, self.step)
-        try:
-            with self.local(), self._mistakes.watching(microbatches, self.step):
-                step.fold(called, microbatches, final, self._communication)
-            scales = _loss_scales(loss_fn)
-            step.loss_scales.append(None if scales is None else scales[microbatches.order])
-        except MeanOfExamplesError:  # before anything was recorded
-            raise
-        except BaseException as error:
-            self._abandon(error, final)
-            raise
+        self._current().fold_batch(loss_fn, batch, ids, domains, final)
 
     def _fold_gradient(
         self,
@@ -578,135 +395,40 @@ class Clipper:
         ids: Ids | None,
         domain: Hashable,
     ) -> None:
-        self._reshard()
-        if self._fsdp is not None:
-            raise NotImplementedError(
-                "fold() after your own backward would take gradients that FSDP has already "
-                "averaged over ranks, and only this rank's shards of them. Use "
-                "backward(loss_fn, batch) or fold(loss_fn, chunk). `.grad` is unchanged."
-            )
+        self._parallelism.reshard()
+        self._parallelism.refuse_own_backward()
         parameters = trainable(self.model)
         loss = checks.check_own_backward(size, loss, loss_scale, domain)
         if loss is not None and loss_scale == 1:
             self._mistakes.divided(loss)
         checks.check_streams(self.policy.rule, self.engine)
-        self._detect_ranks()
-        if self._ddp is not None:
-            self._ddp.expect_local()
-        if self._outer_wrapper is not None:
-            self._outer_wrapper.expect_none()
+        self._parallelism.expect_local()
         if size is None and loss is not None and loss.dim() == 1 and len(loss) > 1:
             size = len(loss)
         size, names = checks.size_and_ids(size, ids)
         checks.check_shape(loss, size)
         checks.check_gradients_exist(parameters)
-        kept = [parameter.grad for parameter in parameters.values()]
-        step = self._current()
-        engine = step.stream(parameters)
-        if self._examples is not None and loss is not None and loss.shape == (size,):
-            self._examples.expect_weighted(size, names)
-        names = names or tuple(range(step.record.examples, step.record.examples + size))
-        try:
-            microbatch = Microbatch(None, range(size), domain, names)
-            if self._examples is not None:
-                unscaled = None if loss is None else loss / loss_scale
-                microbatch = self._weighted(microbatch, unscaled, ids)
-            if self._predictions is not None:
-                self._predictions.fold_own(size, loss)
-            step.add_gradients(engine, parameters, microbatch, loss, loss_scale)
-        except BaseException as error:
-            for parameter, gradient in zip(parameters.values(), kept, strict=True):
-                parameter.grad = gradient
-            self._abandon(error, final=False)
-            raise
-
-    def _weighted(self, microbatch: Microbatch, loss: Tensor | None, ids: Ids | None) -> Microbatch:
-        """Return a micro-batch whose gradient is in `.grad` already, with its examples' weights."""
-        assert self._examples is not None
-        if loss is None:
-            raise ValueError(
-                f"{self.policy.rule!r} needs the loss of every micro-batch. Pass it to fold(): "
-                "clipper.fold(loss=loss, ids=ids)."
-            )
-        size, name = microbatch.size, type(self.policy.rule).__name__
-        if self._example_rule is not None and self._example_rule.needs_norms and size != 1:
-            raise ValueError(
-                f"{name} needs the gradient of one example at a time, but this is that of {size}. "
-                "Fold single examples, or use clipper.backward(loss_fn, batch)."
-            )
-        one = MicrobatchList(None, [microbatch.positions], [microbatch.domain], [microbatch.ids])
-        weighted = self._examples.weigh(one, ids, False)[0]
-        assert weighted.weights is not None
-        losses = loss.detach() if loss.shape == (microbatch.size,) else loss.detach().mean()
-        weighted.weights.multipliers([weighted.positions], losses.reshape(-1))
-        return weighted
+        given = size, names, loss, loss_scale, ids, domain
+        self._current().fold_gradient(parameters, *given)
 
     def _current(self) -> Step:
         """Return the step in progress; start one if there is none."""
         if self._open is None:
-            self._detect_ranks()
-            if self._ddp is not None:  # on every rank, with or without examples
-                self._ddp.begin(self.step)
-            by_domain = self._noise_scale and self._ranks is None and self._fsdp is None
-            more = self._ranks, self._predictions, by_domain and self.policy.rule.streams
-            self._open = Step(self.step, self.policy, self._selector, *more)
-            if self._example_rule is not None and self._ids is not None:
-                self._examples = ExampleStep(self._example_rule, self._ids, self.step)
+            self._open = Step(
+                self.step,
+                self.policy,
+                self._selector,
+                self._parallelism,
+                self._mistakes,
+                ids=self._ids,
+                returns_losses=self._losses_of,
+                predictions=self._predictions,
+                batch_dim=self.batch_dim,
+                noise_scale=self._noise_scale,
+            )
         return self._open
 
     @property
     def _has_folded(self) -> bool:
         """Whether the step in progress has micro-batches."""
-        return self._open is not None and self._open.engine is not None
-
-    def _detect_ranks(self) -> None:
-        """Check for other ranks, which may have joined after this Clipper was made."""
-        if self._outer_wrapper is None and world_size() > 1 and self._fsdp is None:
-            self._outer_wrapper = OuterWrapper(self.model)
-            self._communication = LossCommunication(self.model)
-
-    def _reshard(self) -> None:
-        """Before parameters are listed, put those that the optimizer has back in place."""
-        if self._fsdp is not None:
-            self._fsdp.reshard()
-        else:
-            refuse_late_sharding(self.model)
-
-    def _abandon(self, error: BaseException, final: bool) -> None:
-        """Drop a step that failed halfway: a sum of gradients cannot be split again."""
-        if not final and self._open is not None and len(self._open.record):
-            error.add_note(
-                f"microclip: the {len(self._open.record)} micro-batches folded since the last "
-                "finish() were dropped. Start this step again."
-            )
-        self.discard()
-
-
-def _loss_scales(loss_fn: LossFn) -> Tensor | None:
-    """Return the factors of a batch's losses, which those of transformers' models have."""
-    scales: Tensor | None = getattr(loss_fn, "loss_scales", None)
-    return scales
-
-
-def _with_own_losses(outcome: Outcome, scales: list[Tensor | None]) -> Outcome:
-    """Return the outcome with the losses of examples as they are without these factors."""
-    known = [each for each in scales if each is not None]
-    if outcome.example_losses is None or not known or len(known) < len(scales):
-        return outcome
-    losses = outcome.example_losses
-    return replace(outcome, example_losses=losses / torch.cat(known).to(losses))
-
-
-def _find_fsdp(model: nn.Module, scope: Scope) -> Fsdp | None:
-    """Return how a model is sharded; imports FSDP only if it is."""
-    found = None
-    if is_sharded(model):
-        from microclip.distributed.fsdp import Fsdp
-
-        found = Fsdp.find(model, scope)
-    if scope == "world" and found is None:
-        raise ValueError(
-            'scope="world" is for models sharded with fully_shard(): on others, each rank has its '
-            "own gradients."
-        )
-    return found
+        return self._open is not None and self._open.has_folded

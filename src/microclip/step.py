@@ -1,228 +1,343 @@
-"""The step in progress: its record, its engine, and the fallback if a single pass fails.
+"""One step of a Clipper: batches are cut, weighted if the rule says so, folded, and clipped.
 
-Made by a Clipper for every step. It does not cut batches or handle wrappers: the Clipper has done
-both before anything is folded here.
+Here the parts of a step meet: its engine (`EngineStep`), its examples (`ExampleStep`), what the
+model predicted, and the ranks. Nothing here touches `.grad` or outlives the step: that is up to
+the Clipper.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Hashable
+from dataclasses import replace
+from functools import partial
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from microclip.checks import check_same_parameters
-from microclip.engines.base import CannotFuseError, Engine, MismatchError
-from microclip.engines.gradients import LossFn, LossPerExampleError, MeansOnly, take, trainable
+from microclip import checks, multitensor
+from microclip.batches import is_empty
+from microclip.distributed.parallelism import Parallelism
+from microclip.engine_step import EngineStep
+from microclip.engines.gradients import (
+    Gradients,
+    LossFn,
+    MeanOfExamplesError,
+    name_of,
+    trainable,
+    unscale,
+)
 from microclip.engines.select import EngineSelector
-from microclip.engines.snapshot import Snapshot
 from microclip.engines.step_record import Policy, StepRecord
-from microclip.engines.stream import Stream
-from microclip.microbatches import Microbatch, MicrobatchList
-from microclip.multitensor import accumulation_dtype
-
-if TYPE_CHECKING:
-    from microclip.distributed.detection import LossCommunication
-    from microclip.distributed.ranks import Ranks
-    from microclip.step_predictions import StepPredictions
+from microclip.example_step import ExampleIds, ExampleStep
+from microclip.microbatches import Domains, Ids, Microbatch, MicrobatchList, cut
+from microclip.outcome import Outcome
+from microclip.rules import ExampleRule, Seen
+from microclip.step_predictions import StepPredictions
 
 
 class Step:
-    """Folds micro-batches into one step, with the engine that the selector makes for it."""
+    """The step in progress.
+
+    Args:
+        number: The number of the step.
+        policy: The user's settings.
+        selector: Makes the engine.
+        parallelism: The ranks.
+        mistakes: Warns about mistakes in the training loop.
+        ids: The ids so far, if the rule weights examples.
+        returns_losses: By the name of a loss function, whether it returns one loss per example;
+            filled in here, if the rule weights examples.
+        predictions: Receives what the model predicts, if that is recorded.
+        batch_dim: The dimension that the examples lie along.
+        noise_scale: Whether the outcome says how noisy gradients are.
+    """
 
     def __init__(
         self,
         number: int,
         policy: Policy,
         selector: EngineSelector,
-        ranks: Ranks | None,
-        predictions: StepPredictions | None = None,
-        wants_domain_norms: bool = False,
+        parallelism: Parallelism,
+        mistakes: checks.Mistakes,
+        *,
+        ids: ExampleIds | None,
+        returns_losses: dict[str, bool],
+        predictions: StepPredictions | None,
+        batch_dim: int,
+        noise_scale: bool,
     ) -> None:
         self.number = number
         self.policy = policy
-        self.engine: Engine | None = None  # None: nothing was folded yet
-        self.notes: list[str] = []  # for the outcome
-        # for each fold, the factors that `loss_fn` multiplies its losses by, if it does
-        self.loss_scales: list[Tensor | None] = []
+        self.failed = False  # whether it failed halfway: a sum of gradients cannot be split again
+        self.rule = policy.rule if isinstance(policy.rule, ExampleRule) else None
+        self.examples: ExampleStep | None = None  # if the rule weights them
         self._selector = selector
-        self._model: nn.Module = selector.model
-        self._ranks = ranks
-        self._predictions = predictions  # None: nobody records them
-        self._wants_domain_norms = wants_domain_norms
-        self.record = self._new_record()
+        self._parallelism = parallelism
+        self._mistakes = mistakes
+        self._returns_losses = returns_losses
+        self._predictions = predictions
+        self._batch_dim = batch_dim
+        self._noise_scale = noise_scale
+        # for each fold, the factors that `loss_fn` multiplies its losses by, if it does
+        self._loss_scales: list[Tensor | None] = []
+        parallelism.begin(number)
+        ranks = parallelism.ranks
+        by_domain = noise_scale and ranks is None and parallelism.fsdp is None
+        self._engine_step = EngineStep(
+            number, policy, selector, ranks, predictions, by_domain and policy.rule.streams
+        )
+        if self.rule is not None and ids is not None:
+            self.examples = ExampleStep(self.rule, ids, number)
 
-    def note_size(self, examples: int, final: bool) -> None:
-        """Note a batch or chunk that does not match the micro-batch size."""
-        b = self.policy.microbatch_size
-        if b is not None and final and examples < b:
-            self.notes.append(
-                f"microbatch_size {b} is larger than the batch of {examples}: one micro-batch."
-            )
-        elif b is not None and not final and examples % b:
-            self.notes.append(
-                f"A chunk of {examples} examples is not a multiple of microbatch_size {b}: its "
-                "last micro-batch is smaller."
-            )
+    @property
+    def record(self) -> StepRecord:
+        """What is known of the micro-batches so far."""
+        return self._engine_step.record
 
-    def fold(
-        self,
-        loss_fn: LossFn,
-        microbatches: MicrobatchList,
-        final: bool,
-        communication: LossCommunication | None,
+    @property
+    def has_folded(self) -> bool:
+        """Whether anything was folded yet."""
+        return self._engine_step.engine is not None
+
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """The parameters that are trained in this step."""
+        engine = self._engine_step.engine
+        return trainable(self._selector.model) if engine is None else engine.parameters
+
+    def fold_batch(
+        self, loss_fn: LossFn, batch: Any, ids: Ids | None, domains: Domains | None, final: bool
     ) -> None:
-        """Add micro-batches; `final`: no others will follow.
-
-        `communication` detects whether `loss_fn` communicates with other ranks, if there are any.
-        """
-
-        def fold(loss_fn: LossFn) -> None:
-            (self._fold_whole if final else self._fold_chunk)(loss_fn, microbatches)
-
-        if communication is None:
-            fold(loss_fn)
-            return
-        before = self.engine
-        if communication.run(fold, loss_fn):
-            return
-        self._selector.stay_in_step(communication.found)
-        if before is None:
-            self._restart()
-        if self._ranks is not None:
-            self._ranks.describe(self.policy, self._selector.scaler, trainable(self._model))
-            self._ranks.agree(self.number, len(microbatches))
-        fold(loss_fn)
-
-    def _restart(self) -> StepRecord:
-        """Forget the micro-batches so far; return the new record."""
-        self.engine, self.record = None, self._new_record()
-        return self.record
-
-    def _new_record(self) -> StepRecord:
-        record = StepRecord(self.policy, self.number, self._ranks)
-        record.wants_domain_norms = self._wants_domain_norms
-        if self._predictions is not None:
-            self._predictions.start()
-            record.on_examples = self._predictions.accept
-        return record
-
-    def _fold_chunk(self, loss_fn: LossFn, microbatches: MicrobatchList) -> None:
-        first = self.engine is None
-        self.engine = self.engine or self._selector.for_chunks(self.record)
-        check_same_parameters(self._model, self.engine.parameters)
-        microbatches = self._guarded(microbatches)
-        before = self._snapshot(loss_fn)
-        try:
-            self.engine.fold(loss_fn, microbatches, final=False)
-        except MismatchError as error:
-            self._selector.give_up_single_passes(error)
-            if before is not None:
-                before.restore()
-            if not first:
-                raise
-            self.engine = self._selector.for_chunks(self._restart())
-            self.engine.fold(loss_fn, microbatches.pristine, final=False)
-        else:
-            self._learn(before)
-
-    def _fold_whole(self, loss_fn: LossFn, microbatches: MicrobatchList) -> None:
-        if self._selector.must_probe_loss(loss_fn, microbatches):
-            guarded = microbatches.keep_copy()
-            if self._fold_means(loss_fn, microbatches.keep_copy()):
+        """Cut a batch into micro-batches and add them; `final`: no others will follow."""
+        parallelism = self._parallelism
+        if parallelism.ddp is not None:
+            if is_empty(batch, self._batch_dim):
                 return
-            microbatches = guarded.reverted()
-        self.engine = self._selector.for_batch(self.record, loss_fn, microbatches)
-        microbatches = self._guarded(microbatches)
-        before = self._snapshot(loss_fn)
-        try:
-            self.engine.fold(loss_fn, microbatches, final=True)
-        except Exception as error:
-            if before is not None and isinstance(error, CannotFuseError | MismatchError):
-                before.restore()
-            # a rare branch of the model, or a batch too large, must not end a training run; if the
-            # model itself fails, it will fail again
-            if (
-                self.engine.name != "fused"
-                or not self._selector.may_give_up(error)
-                or not microbatches.can_be_repeated
-            ):
-                raise
-            if before is not None:
-                before.restore()  # the pass that failed leaves no trace
-            self.engine = self._selector.reliable_engine(self._restart())
-            self.engine.fold(loss_fn, microbatches.pristine, final=True)
-            self._selector.give_up_single_passes(error)
+        elif parallelism.fsdp is not None and is_empty(batch, self._batch_dim):
+            parallelism.fsdp.report_empty_batch(self.record, self._selector.scaler)
+        place = {"first_position": self.record.examples, "batch_dim": self._batch_dim}
+        given: dict[str, Any] = {"domains": domains, "ids": ids, **place}
+        if self.examples is None:
+            microbatches = cut(batch, self.policy.microbatch_size, **given)
+            self._engine_step.note_size(microbatches.examples, final)
+            self._fold_microbatches(loss_fn, microbatches, final)
         else:
-            self._learn(before)
+            self._fold_weighted(loss_fn, batch, given, final)
 
-    def _fold_means(self, loss_fn: LossFn, microbatches: MicrobatchList) -> bool:
-        """Fold with the reliable engine if `loss_fn` returns means; return whether it does.
+    def _fold_weighted(
+        self, loss_fn: LossFn, batch: Any, given: dict[str, Any], final: bool
+    ) -> None:
+        """Fold a batch of weighted examples.
 
-        So `loss_fn` is called no more often than without "auto". If it returns one loss per
-        example, that single call is undone. If it reads something that cannot be read again, there
-        is no trial, whatever it returns.
+        Without clipping, it is one micro-batch: a single weighted backward pass. If `loss_fn`
+        returns a mean, the batch is cut into micro-batches, and these are weighted instead.
         """
-        before = self._selector.side_effects.snapshot(loss_fn)
-        self.engine = self._selector.reliable_engine(self.record)
+        rule, examples, ids = self.rule, self.examples, given["ids"]
+        assert rule is not None
+        assert examples is not None
+        b, name = self.policy.microbatch_size, name_of(loss_fn)
+        scales = _loss_scales(loss_fn)
+        if rule.clip is not None or rule.needs_norms or self._returns_losses.get(name) is False:
+            microbatches = cut(batch, b, **given)
+            self._fold_microbatches(
+                loss_fn, examples.weigh(microbatches, ids, False, scales), final
+            )
+            return
+        microbatches = examples.weigh(cut(batch, None, **given), ids, True, scales)
+        before = None
+        if name not in self._returns_losses:  # its first call may have to be undone
+            before = self._selector.side_effects.snapshot(loss_fn)
+            microbatches = microbatches.keep_copy()
         try:
-            function = loss_fn if before.unrepeatable else MeansOnly(loss_fn)
-            self.engine.fold(function, microbatches, final=True)
-        except LossPerExampleError:
-            before.restore()
-            self._restart()
-            return False
-        self._selector.note_untried(loss_fn, microbatches, self.engine.name, before.unrepeatable)
-        return True
+            self._fold_microbatches(loss_fn, microbatches, final)
+            if microbatches.examples > 1:  # a single example has one loss either way
+                self._returns_losses[name] = True
+        except MeanOfExamplesError:
+            if b is None:
+                raise ValueError(
+                    f"{type(rule).__name__} weights examples, but loss_fn returns the mean of "
+                    f"{microbatches.examples} losses. Return the losses themselves, as with "
+                    'reduction="none". If that is impossible, pass microbatch_size=1 (slow) or '
+                    "more, and the micro-batches are weighted."
+                ) from None
+            if before is not None:
+                before.restore()
+                microbatches.reverted()
+            self._returns_losses[name] = False
+            examples.forget_last()
+            self._fold_weighted(loss_fn, batch, given, final)
 
-    def _snapshot(self, loss_fn: LossFn) -> Snapshot | None:
-        """Return the state before a single pass, which may have to be redone by streaming.
+    def _fold_microbatches(
+        self, loss_fn: LossFn, microbatches: MicrobatchList, final: bool
+    ) -> None:
+        called = loss_fn
+        if self._predictions is not None:
+            called = self._predictions.watched(loss_fn)
+        if self.number & (self.number + 1) == 0:
+            self.record.on_loss = partial(self._mistakes.in_loss, microbatches=microbatches)
+            self._mistakes.in_batch(microbatches, self.number)
+        parallelism = self._parallelism
+        try:
+            with parallelism.local(), self._mistakes.watching(microbatches, self.number):
+                self._engine_step.fold(called, microbatches, final, parallelism.communication)
+            scales = _loss_scales(loss_fn)
+            self._loss_scales.append(None if scales is None else scales[microbatches.order])
+        except MeanOfExamplesError:  # before anything was recorded
+            raise
+        except BaseException as error:
+            self._fail(error, final)
+            raise
 
-        Taken where a check is to come, and in every step if the model is known to change tensors.
-        """
-        effects, engine = self._selector.side_effects, self.engine
-        if engine is None or engine.name != "fused":
-            return None
-        if not engine.expects_check and not effects.changing:
-            return None
-        return effects.in_every_step(loss_fn)
-
-    def _learn(self, before: Snapshot | None) -> None:
-        """Note which tensors a single pass changes, so that later snapshots copy only those."""
-        if before is not None:
-            before.learn()
-
-    def _guarded(self, microbatches: MicrobatchList) -> MicrobatchList:
-        """Return micro-batches that can be restored, if the engine calls `loss_fn` twice."""
-        if self.engine is None or self.engine.name == "stream":
-            return microbatches
-        return self._selector.side_effects.guarded(microbatches)
-
-    def stream(self, parameters: dict[str, nn.Parameter]) -> Stream:
-        """Return the engine that takes gradients of the user's own backward passes."""
-        engine = self.engine or Stream(self._model, parameters, self.record, self._selector.scaler)
-        assert isinstance(engine, Stream)
-        check_same_parameters(self._model, engine.parameters)
-        self.engine = engine
-        return engine
-
-    def add_gradients(
+    def fold_gradient(
         self,
-        engine: Stream,
         parameters: dict[str, nn.Parameter],
-        microbatch: Microbatch,
+        size: int,
+        names: tuple[Hashable, ...],
         loss: Tensor | None,
         loss_scale: float,
+        ids: Ids | None,
+        domain: Hashable,
     ) -> None:
-        """Take what is in `.grad` as the gradient of a micro-batch, and clear it."""
-        mean_loss = None if loss is None else loss.detach().mean() / loss_scale
-        each = None
-        if loss is not None and loss.shape == (microbatch.size,):
-            each = loss.detach() / loss_scale
-        gradients = take(parameters)
-        if loss_scale != 1:
-            gradients = {
-                name: gradient.to(accumulation_dtype(gradient)) / loss_scale
-                for name, gradient in gradients.items()
-            }
-        # their memory may belong to the user, who may write the next gradients to it
-        engine.add(gradients, microbatch, mean_loss, each, is_lent=loss_scale == 1)
+        """Take what is in `.grad` as the gradient of one micro-batch."""
+        kept = [parameter.grad for parameter in parameters.values()]
+        engine = self._engine_step.stream(parameters)
+        if self.examples is not None and loss is not None and loss.shape == (size,):
+            self.examples.expect_weighted(size, names)
+        names = names or tuple(range(self.record.examples, self.record.examples + size))
+        try:
+            microbatch = Microbatch(None, range(size), domain, names)
+            if self.examples is not None:
+                unscaled = None if loss is None else loss / loss_scale
+                microbatch = self._weighted(microbatch, unscaled, ids)
+            if self._predictions is not None:
+                self._predictions.fold_own(size, loss)
+            self._engine_step.add_gradients(engine, parameters, microbatch, loss, loss_scale)
+        except BaseException as error:
+            for parameter, gradient in zip(parameters.values(), kept, strict=True):
+                parameter.grad = gradient
+            self._fail(error, final=False)
+            raise
+
+    def weighted_mean(self, losses: Tensor, names: tuple[Hashable, ...], ids: Ids | None) -> Tensor:
+        """Return the mean of the losses of examples that will be folded next, weighted."""
+        assert self.examples is not None
+        size = len(losses)
+        microbatch = Microbatch(None, range(size), None, names or tuple(range(size)))
+        weighted = self._weighted(microbatch, losses, ids)
+        self.examples.forget_last()  # fold() arrives at the same weights
+        self.examples.weighted_for = size, names
+        return weighted.mean(losses)
+
+    def _weighted(self, microbatch: Microbatch, loss: Tensor | None, ids: Ids | None) -> Microbatch:
+        """Return a micro-batch whose gradient is in `.grad` already, with its examples' weights."""
+        assert self.examples is not None
+        if loss is None:
+            raise ValueError(
+                f"{self.policy.rule!r} needs the loss of every micro-batch. Pass it to fold(): "
+                "clipper.fold(loss=loss, ids=ids)."
+            )
+        size, name = microbatch.size, type(self.policy.rule).__name__
+        if self.rule is not None and self.rule.needs_norms and size != 1:
+            raise ValueError(
+                f"{name} needs the gradient of one example at a time, but this is that of {size}. "
+                "Fold single examples, or use clipper.backward(loss_fn, batch)."
+            )
+        one = MicrobatchList(None, [microbatch.positions], [microbatch.domain], [microbatch.ids])
+        weighted = self.examples.weigh(one, ids, False)[0]
+        assert weighted.weights is not None
+        losses = loss.detach() if loss.shape == (microbatch.size,) else loss.detach().mean()
+        weighted.weights.multipliers([weighted.positions], losses.reshape(-1))
+        return weighted
+
+    def _fail(self, error: BaseException, final: bool) -> None:
+        self.failed = True
+        if not final and len(self.record):
+            error.add_note(
+                f"microclip: the {len(self.record)} micro-batches folded since the last "
+                "finish() were dropped. Start this step again."
+            )
+
+    def result(self, parameters: dict[str, nn.Parameter]) -> tuple[Gradients, Seen | None]:
+        """Return the clipped gradient, summed over all ranks if there are several.
+
+        The second value is what all ranks saw of their examples, if the rule wants to know.
+        """
+        parallelism, record, engine = self._parallelism, self.record, self._engine_step.engine
+        if parallelism.ranks is not None:
+            parallelism.ranks.describe(self.policy, self._selector.scaler, parameters)
+        record.sync_ranks()
+        seen = None
+        if self.examples is not None:
+            seen = self.examples.gather(record, parallelism.ranks)
+        if parallelism.ddp is not None:
+            parallelism.ddp.end()
+        if engine is None:  # this rank has no examples, and adds nothing
+            record.leave_out()
+            gradients: Gradients = {}
+        else:
+            with parallelism.local():
+                gradients = engine.finish()
+            if self.overflowed:  # the scaler must see it, on every rank
+                gradients = {name: g.fill_(torch.nan) for name, g in gradients.items()}
+        return parallelism.sum(record.step, gradients, parameters), seen
+
+    @property
+    def overflowed(self) -> bool:
+        """Whether micro-batches are skipped because the loss scale is too large."""
+        record, scaler = self.record, self._selector.scaler
+        return bool(record.left_out and scaler and record.overflowed(scaler.get_scale()))
+
+    def noise(self, gradients: Gradients) -> dict[str, Any]:
+        """Return what the outcome says about how noisy gradients are, if it is to say so."""
+        if not self._noise_scale or not gradients:
+            return {}
+        record, scaler, fsdp = self.record, self._selector.scaler, self._parallelism.fsdp
+        each = list(gradients.values())
+        norm = unscale(multitensor.norm(each, each[0].device), scaler)
+        if fsdp is not None:
+            found = record.noise(fsdp.norm_of_shards(norm))
+            return {"noise": replace(found, trace=found.trace * fsdp.ranks_per_row)}
+        noise: dict[str, Any] = {"noise": record.noise(norm)}
+        record.domain_norms = {
+            domain: unscale(norm, scaler)
+            for domain, norm in record.domain_norms.items()
+            if domain is not None
+        }
+        if record.domain_norms:
+            noise["domain_noise"] = record.domain_noise()
+        return noise
+
+    def outcome(self, noise: dict[str, Any], messages: tuple[str, ...]) -> Outcome:
+        """Return what the step did; `messages` are those of the rule."""
+        engine, notes = self._engine_step.engine, tuple(self._engine_step.notes)
+        if self.overflowed:
+            notes += (
+                "The gradients overflowed half precision at this loss scale. The result is "
+                "NaN, so the scaler will lower the scale.",
+            )
+        outcome = self.record.outcome(engine.name if engine else "none", notes + messages)
+        outcome = _with_own_losses(outcome, self._loss_scales)
+        if noise:
+            outcome = replace(outcome, **noise)
+        if self._predictions is not None and outcome.example_losses is not None:
+            predictions, classes = self._predictions.take()
+            outcome = replace(outcome, predictions=predictions, classes=classes)
+        if self.examples is not None:
+            outcome = replace(outcome, example_weights=self.examples.weights())
+        return outcome
+
+
+def _loss_scales(loss_fn: LossFn) -> Tensor | None:
+    """Return the factors of a batch's losses, which those of transformers' models have."""
+    scales: Tensor | None = getattr(loss_fn, "loss_scales", None)
+    return scales
+
+
+def _with_own_losses(outcome: Outcome, scales: list[Tensor | None]) -> Outcome:
+    """Return the outcome with the losses of examples as they are without these factors."""
+    known = [each for each in scales if each is not None]
+    if outcome.example_losses is None or not known or len(known) < len(scales):
+        return outcome
+    losses = outcome.example_losses
+    return replace(outcome, example_losses=losses / torch.cat(known).to(losses))

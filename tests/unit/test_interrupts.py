@@ -45,7 +45,8 @@ def test_between_two_lines(engine, with_gradients, way):
     cell = interrupted.Cell(engine, with_gradients)
     files = cell.lines()
     last = len(files) - files[::-1].index("clipper.py")
-    near = [n for n, file in enumerate(files, 1) if file in ("clipper.py", "gradients.py")]
+    places = ("clipper.py", "gradients.py", "step.py")
+    near = [n for n, file in enumerate(files, 1) if file in places]
     chosen = {*near[:: max(1, len(near) // 25)], *range(1, len(files), len(files) // 15)}
     chosen |= {n for n in near if n > last - 100}  # the deposit is near the end
     assert problems(cell, sorted(chosen), way) == []

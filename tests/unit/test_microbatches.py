@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence
 from transformers import BatchEncoding
 
-from microclip.microbatches import check_size, count_examples, cut
+from microclip.batches import count_examples
+from microclip.microbatches import check_size, cut
 
 Pair = namedtuple("Pair", "x y")
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
-from microclip.microbatches import tensors_of
+from microclip.batches import tensors_of
 
 EXAMPLE_COUNT = "microclip_examples"  # added to a batch whose rows are not its examples
 MAX_BYTES = 256  # of a string that is sent from rank to rank

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from microclip.batches import count_examples
 from microclip.engines.randomness import DropoutDisabled
 from microclip.integrations.denominators import (
     MAX_CLASSES,
@@ -40,7 +41,7 @@ from microclip.integrations.trainer_checks import (
     gradients_agree,
     has_stock_compute_loss,
 )
-from microclip.microbatches import Microbatch, count_examples
+from microclip.microbatches import Microbatch
 
 COUPLED = ("aux", "z_loss", "router", "balanc", "contrast")  # in names of whole-batch losses
 

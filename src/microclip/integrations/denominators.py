@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from microclip.batches import count_examples
 from microclip.integrations.example_losses import IGNORE_INDEX, LossKind
-from microclip.microbatches import count_examples
 
 REMEDY = (
     "Set per_device_train_batch_size to at least microbatch_size, so that a micro-batch is part of "

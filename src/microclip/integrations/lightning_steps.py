@@ -19,13 +19,14 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 
+from microclip.batches import count_examples
 from microclip.checks import watch_for_time_first
 from microclip.clipper import Clipper
 from microclip.engines.gradients import set_aside, trainable
 from microclip.engines.snapshot import undisturbed
 from microclip.example_step import ExampleIds
 from microclip.integrations.lightning_outputs import MicrobatchLogs, MicrobatchOutputs
-from microclip.microbatches import Ids, MicrobatchList, count_examples, cut
+from microclip.microbatches import Ids, MicrobatchList, cut
 from microclip.outcome import Outcome
 from microclip.rules import ExampleRule
 

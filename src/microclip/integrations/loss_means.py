@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from microclip.batches import count_examples
 from microclip.integrations.columns import EXAMPLE_COUNT
 from microclip.integrations.example_losses import IGNORE_INDEX, LossMean
 from microclip.integrations.trainer_checks import DryRun, losses_agree
-from microclip.microbatches import Domains, count_examples, cut
+from microclip.microbatches import Domains, cut
 from microclip.wrappers import is_sharded
 
 REMEDY = 'Use loss_mean="microbatch", the default'

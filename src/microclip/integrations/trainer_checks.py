@@ -29,10 +29,10 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer, TrainerCallback
 from transformers.loss.loss_utils import LOSS_MAPPING
 
+from microclip.batches import tensors_of
 from microclip.engines.gradients import backward, trainable
 from microclip.engines.snapshot import undisturbed
 from microclip.integrations.columns import PACKING_KEYS
-from microclip.microbatches import tensors_of
 from microclip.rules import ExampleRule
 from microclip.wrappers import is_sharded
 

@@ -23,12 +23,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from microclip.batches import count_examples
 from microclip.checks import check_choice
 from microclip.clipper import Clipper
 from microclip.engines.gradients import LossFn, backward
 from microclip.engines.select import EngineName, Scope
 from microclip.integrations.metrics import metrics
-from microclip.microbatches import check_size, count_examples
+from microclip.microbatches import check_size
 from microclip.outcome import Outcome
 from microclip.rules import ExampleRule, Nonfinite, Rule
 

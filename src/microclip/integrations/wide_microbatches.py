@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from microclip.batches import count_examples
 from microclip.clipper import Clipper
 from microclip.engines.gradients import backward
 from microclip.integrations.denominator_finder import DenominatorFinder, weights_agree
 from microclip.integrations.denominators import REMEDY
-from microclip.microbatches import Ids, Microbatch, count_examples
+from microclip.microbatches import Ids, Microbatch
 
 PartLoss = Callable[[Any], Tensor]
 

@@ -18,12 +18,13 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from microclip import multitensor
+from microclip.batches import count_examples
 from microclip.engines.base import CannotFuseError
 from microclip.engines.gradients import LossFn, call, trainable
 from microclip.engines.randomness import DropoutDisabled, RandomState
 from microclip.engines.single_pass import PerExampleGradients, contributions_of, free_memory
 from microclip.engines.snapshot import undisturbed
-from microclip.microbatches import count_examples, cut
+from microclip.microbatches import cut
 from microclip.wrappers import ddp_wrappers, is_sharded
 
 LARGEST = 8192  # examples: beyond it the matrix itself takes more than half a gigabyte

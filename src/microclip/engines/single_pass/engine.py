@@ -13,6 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import CheckpointError
 from typing_extensions import override
 
+from microclip.batches import copied, tensors_of
 from microclip.engines.base import (
     MEAN_LOSS,
     CannotFuseError,
@@ -52,7 +53,7 @@ from microclip.engines.single_pass.verify import (
     module_of,
 )
 from microclip.engines.stream import Sums
-from microclip.microbatches import MicrobatchList, copied, tensors_of
+from microclip.microbatches import MicrobatchList
 from microclip.wrappers import modules_of
 
 # what torch says where recording gets in a model's way

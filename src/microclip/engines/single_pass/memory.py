@@ -19,8 +19,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from microclip.batches import axis_of
 from microclip.engines.single_pass.contributions import Groups
-from microclip.microbatches import MicrobatchList, axis_of
+from microclip.microbatches import MicrobatchList
 
 # ---- the allocator
 #

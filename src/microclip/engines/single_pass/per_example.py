@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from microclip.batches import count_examples, tensors_of
 from microclip.engines.gradients import LossFn
 from microclip.engines.single_pass.contributions import Contribution, Groups
 from microclip.engines.single_pass.handlers import HANDLERS, vmap_fallback
 from microclip.engines.single_pass.recorder import Recorder
 from microclip.engines.single_pass.rows import EmbeddingRows, Rows, sum_of
-from microclip.microbatches import count_examples, tensors_of
 from microclip.multitensor import widened, widest
 
 

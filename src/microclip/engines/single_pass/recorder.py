@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from microclip.batches import axis_of
 from microclip.engines.base import CannotFuseError
 from microclip.engines.single_pass import checkpointing
 from microclip.engines.single_pass.contributions import Contribution, Groups, Materialized
@@ -44,7 +45,6 @@ from microclip.engines.single_pass.torch_functions import (
     without_dispatch,
 )
 from microclip.engines.single_pass.tracker import Tracker
-from microclip.microbatches import axis_of
 
 REPLAYED = "made again"  # the name of derived tensors in a segment that runs again
 
