@@ -19,6 +19,7 @@ from device_cells import ENGINES, Cell
 from torch import Tensor, multiprocessing
 from torch.nn.parallel import DistributedDataParallel as Ddp
 
+import processes
 import stand_in_device
 
 
@@ -80,7 +81,10 @@ CELLS = {
 def run(world: int, folder: Path, names: list[str], float64: bool) -> list[dict[str, Any]]:
     """Return what each rank found, cell by cell."""
     multiprocessing.start_processes(
-        _enter, (world, str(folder), names, float64), nprocs=world, start_method="spawn"
+        _enter,
+        (world, str(folder), names, float64),
+        nprocs=world,
+        start_method=processes.start_method(),
     )
     return [torch.load(folder / f"{rank}.pt") for rank in range(world)]
 
