@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from microclip.engines.step_record import StepRecord, domain_key
+from microclip.engines.rank_exchange import domain_key
+from microclip.engines.step_record import StepRecord
 from microclip.microbatches import ExampleWeights, Ids, MicrobatchList
 from microclip.rules import ExampleRule, Seen
 from microclip.rules.example_table import keys_of

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 import microclip
 from microclip import Clipper, Ledger, Outcome
 from microclip.engines.select import ENGINES
-from microclip.ledger import open_ledger, storage, write
+from microclip.ledger import open_ledger, rank_writer, storage
 from microclip.ledger.tables import OPTIONAL, PREDICTIONS, SCHEMAS
 
 import ledger_faults
@@ -174,7 +174,7 @@ class TestWhen:
         assert parts_of(tmp_path) == [(0, 0)]
 
     def test_many_rows_flush(self, tmp_path, monkeypatch):
-        monkeypatch.setattr(write, "ROWS", 30)
+        monkeypatch.setattr(rank_writer, "ROWS", 30)
         ledger = Ledger(tmp_path)
         for step in range(11):  # with six rows each: two micro-batches, four examples
             ledger.record(outcome(step))

@@ -25,7 +25,8 @@ from torch.amp import GradScaler
 
 from microclip import multitensor
 from microclip.engines.gradients import Gradients
-from microclip.engines.step_record import AllMicrobatches, Policy, domain_key
+from microclip.engines.rank_exchange import AllMicrobatches, domain_key
+from microclip.engines.step_record import Policy
 from microclip.wrappers import is_shard
 
 BUCKET = 25 * 2**20  # bytes, as large as the buckets of DistributedDataParallel

@@ -8,6 +8,7 @@ choices of examples (permutations, samples) are left alone: with those, engines 
 
 from __future__ import annotations
 
+import pickle
 import random
 import sys
 from dataclasses import dataclass
@@ -97,6 +98,39 @@ class Randomness:
         random.setstate(self.python)
         if self.numpy is not None:
             sys.modules["numpy"].random.set_state(self.numpy)
+
+
+def numpy_class(*path: str) -> Any:
+    """Return a numpy class, or () for isinstance if numpy is not imported."""
+    found: Any = sys.modules.get("numpy")
+    for name in path:
+        found = getattr(found, name, ())
+    return found
+
+
+def generator_state(value: Any) -> Any:
+    """Return the state of a random generator in comparable form; None for anything else."""
+    if isinstance(value, torch.Generator):
+        return value.get_state().tolist()
+    if isinstance(value, random.Random):
+        return None if isinstance(value, random.SystemRandom) else value.getstate()
+    if isinstance(value, numpy_class("random", "Generator")):
+        return pickle.dumps(value.bit_generator.state)
+    if isinstance(value, numpy_class("random", "RandomState")):
+        return pickle.dumps(value.get_state(legacy=False))
+    return None
+
+
+def set_generator_state(generator: Any, state: Any) -> None:
+    """Restore the state of a random generator."""
+    if isinstance(generator, torch.Generator):
+        generator.set_state(torch.tensor(state, dtype=torch.uint8))
+    elif isinstance(generator, random.Random):
+        generator.setstate(state)
+    elif isinstance(generator, numpy_class("random", "Generator")):
+        generator.bit_generator.state = pickle.loads(state)
+    else:
+        generator.set_state(pickle.loads(state))
 
 
 def _constant(fill: float, like: bool) -> Any:

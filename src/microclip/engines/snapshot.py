@@ -13,8 +13,6 @@ that were seen to change; rare snapshots (trials, checks) copy all.
 
 from __future__ import annotations
 
-import pickle
-import random
 import sys
 import types
 from collections import Counter, OrderedDict, defaultdict, deque
@@ -29,7 +27,12 @@ from torch.nn.parameter import is_lazy
 
 from microclip import multitensor
 from microclip.engines.gradients import set_aside
-from microclip.engines.randomness import Randomness
+from microclip.engines.randomness import (
+    Randomness,
+    generator_state,
+    numpy_class,
+    set_generator_state,
+)
 from microclip.microbatches import MicrobatchList
 from microclip.wrappers import modules_of
 
@@ -153,7 +156,7 @@ class Snapshot:
 
     def has_drawn(self) -> bool:
         """Whether random numbers were drawn since, from any known generator."""
-        own = any(_state_of(generator) != state for generator, state in self._generators)
+        own = any(generator_state(generator) != state for generator, state in self._generators)
         return own or self._randomness.moved(self._devices)
 
     # one method for each kind of object
@@ -324,11 +327,11 @@ class Snapshot:
 
     def _thing(self, value: Any, place: str, depth: int) -> None:
         """Save any other object, if it can be saved."""
-        state = _state_of(value)
+        state = generator_state(value)
         if state is not None:
             self._generators.append((value, state))
-            self._restores.append(partial(_set_state, value, state))
-        elif isinstance(value, _numpy("ndarray")):
+            self._restores.append(partial(set_generator_state, value, state))
+        elif isinstance(value, numpy_class("ndarray")):
             if value.flags.writeable and value.nbytes <= self._room:
                 self._room -= value.nbytes
                 self._restores.append(partial(value.__setitem__, ..., value.copy()))
@@ -438,39 +441,6 @@ def _names_in(code: types.CodeType) -> set[str]:
     """Return the names that a function, or one nested in it, looks up."""
     inner = [_names_in(each) for each in code.co_consts if isinstance(each, types.CodeType)]
     return set(code.co_names).union(*inner)
-
-
-def _numpy(*path: str) -> Any:
-    """Return a numpy class, or () for isinstance if numpy is not imported."""
-    found: Any = sys.modules.get("numpy")
-    for name in path:
-        found = getattr(found, name, ())
-    return found
-
-
-def _state_of(value: Any) -> Any:
-    """Return the state of a random generator in comparable form; None for anything else."""
-    if isinstance(value, torch.Generator):
-        return value.get_state().tolist()
-    if isinstance(value, random.Random):
-        return None if isinstance(value, random.SystemRandom) else value.getstate()
-    if isinstance(value, _numpy("random", "Generator")):
-        return pickle.dumps(value.bit_generator.state)
-    if isinstance(value, _numpy("random", "RandomState")):
-        return pickle.dumps(value.get_state(legacy=False))
-    return None
-
-
-def _set_state(generator: Any, state: Any) -> None:
-    """Restore the state of a random generator."""
-    if isinstance(generator, torch.Generator):
-        generator.set_state(torch.tensor(state, dtype=torch.uint8))
-    elif isinstance(generator, random.Random):
-        generator.setstate(state)
-    elif isinstance(generator, _numpy("random", "Generator")):
-        generator.bit_generator.state = pickle.loads(state)
-    else:
-        generator.set_state(pickle.loads(state))
 
 
 def _version(tensor: Tensor) -> tuple[int, int]:

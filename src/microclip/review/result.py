@@ -16,8 +16,8 @@ from typing import Any, Literal
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from microclip.dataset_ids import ids_in
 from microclip.files import write_whole
-from microclip.ids_in_part import ids_in
 
 KEEP, RELABEL, DROP = "keep", "relabel", "drop"
 VERDICTS = (KEEP, RELABEL, DROP)

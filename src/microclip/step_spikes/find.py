@@ -12,8 +12,14 @@ import pyarrow as pa
 from microclip.draggers.result import PathLike, write_csv
 from microclip.draggers.source import LedgerLike, Source
 from microclip.draggers.statistics import Values
-from microclip.step_spikes.rows import examples_of, shares
-from microclip.step_spikes.series import FEWEST, StepSeries, read_series, stand_out
+from microclip.step_spikes.series import (
+    FEWEST,
+    StepSeries,
+    examples_of,
+    read_series,
+    shares,
+    stand_out,
+)
 
 NEAR = 1  # spikes at most this many recorded steps apart are one
 FAR = 3.0  # times the usual loss or gradient energy, and that of the step's median row

@@ -20,15 +20,15 @@ from torch.utils._pytree import tree_map
 from torch.utils.data import default_collate
 
 from microclip.clipper import Clipper
+from microclip.dataset_ids import ids_in
 from microclip.draggers.source import LedgerLike, Source
 from microclip.draggers.statistics import Values
 from microclip.engines.gradients import LossFn, trainable
 from microclip.engines.select import EngineName
 from microclip.engines.snapshot import undisturbed
-from microclip.ids_in_part import ids_in
 from microclip.microbatches import cut
 from microclip.rules import Keep
-from microclip.step_spikes.rows import examples_of, shares
+from microclip.step_spikes.series import examples_of, shares
 
 ROUNDING = 1e-4  # relative difference up to which numbers are called the same
 SHOWN = 5  # rows of a printed result, and ids in a sentence
