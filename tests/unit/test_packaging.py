@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import tomllib
 import zipfile
 from importlib import metadata
@@ -125,6 +126,13 @@ def test_python_m_build(folder, tmp_path):
     listed = zipfile.ZipFile(wheel).namelist()
     assert any(name.endswith("py.typed") for name in listed)
     assert not any("test" in name.split("/")[0] for name in listed)
+    (about,) = (name for name in listed if name.endswith(".dist-info/METADATA"))
+    links = re.findall(r"\]\(([^)\s]+)\)", zipfile.ZipFile(wheel).read(about).decode())
+    assert links
+    assert all(link.startswith(("https://", "#")) for link in links)
+    assert any(name.endswith("licenses/LICENSE") for name in listed)
+    with tarfile.open(next(tmp_path.glob("*.tar.gz"))) as archive:
+        assert not any("/lab/" in name for name in archive.getnames())
 
 
 @pytest.mark.full
