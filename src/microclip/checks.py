@@ -9,7 +9,6 @@ result.
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -22,6 +21,7 @@ from microclip import multitensor
 from microclip.batches import tensors_of
 from microclip.microbatches import Ids, MicrobatchList, check_size
 from microclip.rules import ExampleRule, Rule
+from microclip.user_warnings import warn
 
 if TYPE_CHECKING:
     from microclip.engines.single_pass.verify import Verify
@@ -247,7 +247,7 @@ class Mistakes:
     def _tell(self, what: str, message: str) -> None:
         if what not in self._told:
             self._told.add(what)
-            warnings.warn(message, RuntimeWarning, stacklevel=5)
+            warn(message)
 
     def at_start(self, step: int) -> None:
         """Detect gradients of the previous step, to which this step's would be added."""

@@ -5,7 +5,6 @@ What happens inside a step is in `microclip.step`.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, overload
@@ -33,6 +32,7 @@ from microclip.outcome import Outcome
 from microclip.rules import NONFINITE, ExampleRule, MinNorm, Nonfinite, Rule
 from microclip.step import Step
 from microclip.step_predictions import StepPredictions
+from microclip.user_warnings import warn
 
 if TYPE_CHECKING:
     from microclip.engines.single_pass.verify import Verify
@@ -295,7 +295,7 @@ class Clipper:
             raise
         for message in messages:
             if isinstance(message, Warning):
-                warnings.warn(message, stacklevel=3)
+                warn(message)
         self._mistakes.after(parameters)
         self._mistakes.equal_losses(outcome.losses, outcome.norms, step.number)
         if self._parallelism.outer_wrapper is not None and self._parallelism.ddp is None:
@@ -303,12 +303,10 @@ class Clipper:
         skipped = len(step.record.left_out)
         if skipped and not step.overflowed and not self._warned:
             self._warned = True
-            warnings.warn(
+            warn(
                 f"Skipped {skipped} of {len(step.record)} micro-batches in step "
                 f"{step.number}: their gradients are not finite. From now on such micro-batches "
-                "are only counted, in outcome.skipped, without a warning.",
-                RuntimeWarning,
-                stacklevel=3,
+                "are only counted, in outcome.skipped, without a warning."
             )
         return outcome
 

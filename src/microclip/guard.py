@@ -8,7 +8,6 @@ guard tells which domain, by how much, and since when.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -33,6 +32,7 @@ from microclip.draggers.source import (
     whole_steps,
 )
 from microclip.draggers.statistics import LIMIT, LITTLE, Numbers, Values, log_norms
+from microclip.user_warnings import warn
 
 BINS = 10  # stretches of training in the table over time
 BLOCKS = 6 * BINS  # of consecutive steps, which the bootstrap resamples
@@ -117,7 +117,7 @@ def check(
         sums.add(table, names, weights)
     report = _report(sums, names, below, min_steps, clipped_by_domain=domain_of is None)
     for finding in report.findings:
-        warnings.warn(finding.message, DomainWarning, stacklevel=2)
+        warn(finding.message, DomainWarning)
     return report
 
 

@@ -6,7 +6,6 @@ Knows outcomes; nothing of models.
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Hashable
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 
 from microclip.outcome import Noise, Outcome
+from microclip.user_warnings import warn
 
 SHOWN = 5  # domains in a warning
 
@@ -90,11 +90,10 @@ class NoiseScale:
         if self._average is None:
             if self._others:
                 shown = ", ".join(sorted(map(repr, self._others))[:SHOWN])
-                warnings.warn(
+                warn(
                     f"No step so far had the domain {self.domain!r}, so its noise scale is not "
                     f"known; their domains are {shown}{', ...' * (len(self._others) > SHOWN)}.",
                     RuntimeWarning,
-                    stacklevel=2,
                 )
             return torch.tensor(torch.nan)
         trace, squared = self._average

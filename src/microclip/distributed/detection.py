@@ -10,7 +10,6 @@ check beforehand that they have the same number. Nothing here communicates.
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -25,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from microclip.engines.gradients import LossFn, communicates
 from microclip.engines.snapshot import SideEffects, Snapshot
+from microclip.user_warnings import warn
 from microclip.wrappers import is_shard, sharded_modules, world_size
 
 
@@ -54,13 +54,12 @@ class OuterWrapper:
         """Warn, once, that every rank clips on its own."""
         if not self._warned:
             self._warned = True
-            warnings.warn(
+            warn(
                 f"There are {world_size()} ranks, but the model is not wrapped, so each rank clips "
                 "its own micro-batches to its own bound, and the models drift apart unless you "
                 "average `.grad` yourself. For one mini-batch over all ranks, use "
                 "Clipper(DistributedDataParallel(model)) or fully_shard(model).",
                 RuntimeWarning,
-                stacklevel=4,
             )
 
 

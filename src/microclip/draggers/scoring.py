@@ -15,7 +15,6 @@ What "auto" picks was decided by measurement: benchmarks/RESULTS.md.
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +26,7 @@ from microclip.draggers.evidence import Evidence, gather
 from microclip.draggers.result import Draggers
 from microclip.draggers.source import LedgerLike, Source
 from microclip.draggers.statistics import NEVER, THIRDS, Numbers, Series, Values
+from microclip.user_warnings import warn
 
 METHODS = ("auto", "group", "refined", "loss", "late_loss", "raw_loss", "combined")
 OF_LOSSES = ("loss", "late_loss", "raw_loss", "combined")
@@ -44,12 +44,11 @@ def score(ledger: LedgerLike, method: str = "auto") -> Draggers:
     scored = _score_source(Source.open(ledger), method)
     if are_positions(scored.evidence):
         last, steps = len(scored.evidence) - 1, scored.evidence.steps
-        warnings.warn(
+        warn(
             f"The ids 0 to {last} appear in every one of the {steps} steps: they look like "
             "positions in the mini-batch, not like examples. Pass your own ids: "
             "backward(..., ids=...).",
             UserWarning,
-            stacklevel=2,
         )
     return _tabulate(scored)
 

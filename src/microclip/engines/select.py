@@ -11,7 +11,6 @@ import inspect
 import logging
 import math
 import time
-import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from statistics import median
@@ -37,6 +36,7 @@ from microclip.engines.stream import Stream
 from microclip.engines.two_pass import TwoPass
 from microclip.microbatches import MicrobatchList
 from microclip.rules import Rule
+from microclip.user_warnings import warn
 
 if TYPE_CHECKING:
     from microclip.engines.single_pass.verify import AutocastWatch, Verify
@@ -191,11 +191,9 @@ class EngineSelector:
         self._gave_up = True
         if isinstance(error, MismatchError):
             reason = str(error)
-            warnings.warn(
+            warn(
                 f"{reason} This step is redone micro-batch by micro-batch, and all later steps are "
-                "done that way.",
-                RuntimeWarning,
-                stacklevel=6,
+                "done that way."
             )
         else:
             what = str(error) if isinstance(error, CannotFuseError) else repr(error)
@@ -272,11 +270,7 @@ class EngineSelector:
         level = logging.WARNING if report.refused else logging.INFO
         logger.log(level, 'engine="auto" uses %s: %s', report.engine, report.reason)
         if report.suspect is not None:
-            warnings.warn(
-                f"{report.reason} Using the {report.engine} engine, which is exact.",
-                RuntimeWarning,
-                stacklevel=6,
-            )
+            warn(f"{report.reason} Using the {report.engine} engine, which is exact.")
 
 
 def reliable(policy: Policy) -> type[Engine]:

@@ -9,7 +9,6 @@ the 2nd, 4th, 8th ... and whenever model, settings or inputs change. All other l
 from __future__ import annotations
 
 import logging
-import warnings
 from functools import partial
 from typing import Any, Literal, Protocol
 
@@ -19,6 +18,7 @@ from torch.nn import functional as F
 
 from microclip.integrations.trainer_checks import DryRun, loss_fingerprint, why_not_stock_loss
 from microclip.microbatches import Domains, cut
+from microclip.user_warnings import warn
 
 IGNORE_INDEX = -100  # labels that transformers' losses leave out
 LOSS_ONLY_FROM = 8  # from this batch on, checks compare losses but no longer gradients
@@ -244,12 +244,10 @@ class ExampleLossFinder:
 
     def _decide(self, found: ExampleLosses | None, reason: str) -> None:
         if found is None and self._found is not None:
-            warnings.warn(
+            warn(
                 f"Per-example losses agreed with the Trainer's loss on earlier batches but no "
                 f"longer do: {reason}. They are not used from here on, but some steps since the "
-                "last check may have been taken on a loss other than the Trainer's.",
-                RuntimeWarning,
-                stacklevel=8,
+                "last check may have been taken on a loss other than the Trainer's."
             )
         self._decided = True
         if found is None:

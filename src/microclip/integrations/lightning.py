@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import inspect
 import math
-import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +19,7 @@ from microclip.engines.select import check
 from microclip.integrations.metrics import metrics
 from microclip.microbatches import Ids, check_size
 from microclip.rules import ExampleRule, Nonfinite, Rule
+from microclip.user_warnings import warn
 
 try:
     import lightning.pytorch as pl
@@ -115,12 +115,11 @@ class MicrobatchClip(pl.Callback):
         if state:  # from a checkpoint or the previous fit
             self.clipper.load_state_dict(state)
         if lost:
-            warnings.warn(
+            warn(
                 f"The checkpoint was saved in the middle of an accumulation window. The gradients "
                 f"of its {lost} micro-batches are not in it (Lightning does not save gradients), "
                 "so the first step uses only the rest of the window.",
                 UserWarning,
-                stacklevel=2,
             )
         self._steps = ClippedSteps(trainer, self.clipper, self._cutter)
         self._tell_steps(trainer)

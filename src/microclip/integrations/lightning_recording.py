@@ -7,7 +7,6 @@ Training is not changed in any way. What is recorded is for `microclip.find_issu
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
@@ -22,6 +21,7 @@ except ImportError as error:
 from torch import Tensor
 
 from microclip.dataset_ids import LABELS_ERROR, are_labels, have_repeats, ids_of
+from microclip.user_warnings import warn
 
 if TYPE_CHECKING:
     from microclip.ledger import Ledger
@@ -136,12 +136,10 @@ class RecordExamples(pl.Callback):
             raise ValueError(LABELS_ERROR)
         if look and have_repeats(ids):
             self._to_look_at = 0
-            warnings.warn(
+            warn(
                 "Some ids occur several times in one batch. That is right if examples are drawn "
                 "with replacement. Otherwise these are not the ids of examples: use a loader of "
-                "microclip.with_ids(dataset), or pass ids=, a function that finds them in a batch.",
-                RuntimeWarning,
-                stacklevel=2,
+                "microclip.with_ids(dataset), or pass ids=, a function that finds them in a batch."
             )
 
     def on_train_end(self, *args: Any) -> None:

@@ -9,7 +9,6 @@ while Lightning computes the loss, and the last one in `backward`: after every h
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Hashable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ from microclip.integrations.lightning_outputs import MicrobatchLogs, MicrobatchO
 from microclip.microbatches import Ids, MicrobatchList, cut
 from microclip.outcome import Outcome
 from microclip.rules import ExampleRule
+from microclip.user_warnings import warn
 
 
 @dataclass(frozen=True)
@@ -303,7 +303,7 @@ class ClippedSteps:
     def _warn(self, message: str) -> None:
         if message[:20] not in self._warned:
             self._warned.add(message[:20])
-            warnings.warn(message, UserWarning, stacklevel=2)
+            warn(message, UserWarning)
 
     def _discard_window(self) -> None:
         self.clipper.discard()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -17,6 +16,7 @@ from microclip.engines.gradients import backward
 from microclip.integrations.denominator_finder import DenominatorFinder, weights_agree
 from microclip.integrations.denominators import REMEDY
 from microclip.microbatches import Ids, Microbatch
+from microclip.user_warnings import warn
 
 PartLoss = Callable[[Any], Tensor]
 
@@ -122,12 +122,10 @@ class WideMicrobatch:
         self._warned = True
         for name, module in model.named_modules():
             if isinstance(module, _BatchNorm) and module.training:
-                warnings.warn(
+                warn(
                     f"{name or 'The model'} is a {type(module).__name__}, which normalizes over "
                     "one batch at a time. The gradient of a micro-batch that spans several batches "
                     "therefore differs from that of the same examples in one batch, as always "
-                    "with gradient accumulation.",
-                    RuntimeWarning,
-                    stacklevel=4,
+                    "with gradient accumulation."
                 )
                 return

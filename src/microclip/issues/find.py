@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -27,6 +26,7 @@ from microclip.issues.result import (
 )
 from microclip.issues.share import estimate
 from microclip.ledger import Ledger, Record, open_ledger
+from microclip.user_warnings import warn
 
 FEWEST = 20  # examples; fewer say nothing about what is usual
 FEW_VISITS = 4
@@ -91,12 +91,11 @@ def _expect_losses(source: Source) -> None:
 def _expect_examples(evidence: Evidence) -> None:
     if are_positions(evidence):
         last = len(evidence) - 1
-        warnings.warn(
+        warn(
             f"The ids 0 to {last} start anew in every one of the {evidence.steps} steps: unless "
             "each step saw the whole data set, they are positions in the mini-batch, not examples, "
             "and the result means nothing. Record ids of examples: see microclip.with_ids().",
             UserWarning,
-            stacklevel=3,
         )
     if len(evidence) < FEWEST:
         raise ValueError(

@@ -6,7 +6,6 @@ likeliest other class. Knows nothing about steps or folders.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 
 from microclip.ledger.arrays import arrow
+from microclip.user_warnings import warn
 
 Labels = Tensor | Sequence[Any]
 
@@ -116,11 +116,9 @@ def prediction_columns(rows: Tensor) -> dict[str, pa.Array]:
     label = rows[0]
     whole = (label == label.round()) & (label.abs() < 2**24)  # float32 holds these exactly
     if not bool((whole | label.isnan()).all()):
-        warnings.warn(
+        warn(
             "Some labels are not whole numbers, or 2**24 or more, so they were not recorded. For "
-            "targets that are not classes, leave logits and labels out of record().",
-            RuntimeWarning,
-            stacklevel=2,
+            "targets that are not classes, leave logits and labels out of record()."
         )
     rows[0] = torch.where(whole, label, torch.nan)
     for (name, kind), row in zip(FIELDS, rows, strict=True):

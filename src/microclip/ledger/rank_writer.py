@@ -10,7 +10,6 @@ import gc
 import logging
 import os
 import time
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,6 +30,7 @@ from microclip.ledger.tables import (
     with_metadata,
 )
 from microclip.outcome import Outcome
+from microclip.user_warnings import warn
 
 ROWS = 2**18  # buffered micro-batches and examples that force a flush, whatever flush_every says
 
@@ -148,12 +148,10 @@ class RankWriter:
         if step < 0:
             raise ValueError(f"step must be 0 or a positive integer, but got {step}.")
         if not self._resumed:
-            warnings.warn(
+            warn(
                 f"Step {step} of rank {self._rank} is recorded again in the ledger {self._path}: "
                 "everything from that step on is replaced. If you have not gone back to a "
-                "checkpoint, two Clippers or loops share this ledger: give each its own.",
-                RuntimeWarning,
-                stacklevel=5,
+                "checkpoint, two Clippers or loops share this ledger: give each its own."
             )
         elif step == 0:
             logger.warning(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -57,6 +56,7 @@ from microclip.engines.single_pass.verify import (
 )
 from microclip.engines.stream import Sums
 from microclip.microbatches import MicrobatchList
+from microclip.user_warnings import warn
 from microclip.wrappers import modules_of
 
 # what torch says where recording gets in a model's way
@@ -233,11 +233,9 @@ class Fused(Engine):
             if "inplace operation" in str(error):  # which a single pass does not always notice
                 raise
             self.verifier.how = "never"
-            warnings.warn(
+            warn(
                 "Single passes cannot be checked: run on a micro-batch alone, or on some of them "
-                f"in another order, loss_fn fails with {error!r}.",
-                RuntimeWarning,
-                stacklevel=6,
+                f"in another order, loss_fn fails with {error!r}."
             )
         finally:
             after.restore()
