@@ -119,4 +119,4 @@ def test_the_core_knows_nothing_of_engines(room):
 
 def test_engines_know_nothing_of_ranks_or_of_who_reads_the_outcome():
     core = {"batches", "microbatches", "multitensor", "outcome", "rules"}
-    assert graph(LIBRARY)["engines"] <= {*core, "losses", "wrappers"}
+    assert graph(LIBRARY)["engines"] <= {*core, "losses", "user_warnings", "wrappers"}
