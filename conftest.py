@@ -1,5 +1,6 @@
 """What all tests share, and which of them the default run leaves to `make test-all`."""
 
+import gc
 import os
 import sys
 from collections import Counter
@@ -19,6 +20,26 @@ def _calm():
     if state is not None:  # settings of the first Accelerator in a process hold for all later ones
         state.AcceleratorState._reset_state(True)
         state.GradientState._reset_state()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Leave modules and collected tests out of every later garbage collection.
+
+    They are millions of objects, and Trainers collect garbage in each training.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.collect()
+        gc.freeze()
+
+
+def pytest_unconfigure():
+    """Extensions complain of objects that the interpreter does not collect at its end."""
+    gc.unfreeze()
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m deselects
