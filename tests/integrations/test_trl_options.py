@@ -6,7 +6,6 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import Trainer, TrainerCallback
 from trl import DPOTrainer, GRPOTrainer, KTOTrainer, RewardTrainer, RLOOTrainer, SFTTrainer
-from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from microclip import Ledger, rules
 from microclip.integrations.transformers import ClippedTrainerMixin
@@ -306,10 +305,6 @@ def test_flipped_pairs_are_held_back(tmp_path):
     ("options", "clip", "message"),
     [
         ({"activation_offloading": True}, {}, "offloading=True moves .* Use gradient_ch"),
-        ({"packing": True, "packing_strategy": "wrapped"}, {"microbatch_size": 1},
-         "packing=True puts several texts .* Set packing=False"),
-        ({"packing": True, "packing_strategy": "wrapped"}, {"rule": rules.LossHistory()},
-         "packing=True"),
     ],
 )  # fmt: skip
 def test_refused_options_of_sft(options, clip, message):
@@ -396,11 +391,3 @@ def test_a_training_step_of_your_own_is_refused():
 
     with pytest.raises(TypeError, match=r"Mine.training_step would never be called"):
         type("Clipped", (ClippedTrlMixin, Mine), {})
-
-
-def test_padding_free_collators_are_one_microbatch():
-    collator = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)
-    run = trl_runs.trainer("sft", trl_runs.model("llama"), clip={"microbatch_size": 2})
-    run.data_collator = collator
-    with pytest.raises(NotImplementedError, match="cannot be cut into micro-batches of 2"):
-        run.train()

@@ -187,10 +187,7 @@ class ClippedTrainerMixin:
         columns = self._take_columns(inputs)
         clipper = self._clipper_of(model)
         self._prepare_example_rule(clipper, columns, packed)
-        # not the size of this very batch: the last one of an epoch may be shorter
-        batch_size = trainer._train_batch_size or trainer.args.train_batch_size
-        if trainer.accelerator.split_batches:
-            batch_size //= trainer.accelerator.num_processes
+        batch_size = self._batch_size()
         last = trainer.accelerator.sync_gradients
         whole_step = last and trainer.current_gradient_accumulation_steps == 1 and not self._folded
         if packed is not None and self._size not in (None, batch_size):
@@ -213,6 +210,17 @@ class ClippedTrainerMixin:
         self._folded = True
         return self._step_loss(clipper.finish() if last else None)
 
+    def _batch_size(self) -> int | None:
+        """Return the examples of a batch, None if their number varies.
+
+        Not of this very batch: the last one of an epoch may be shorter.
+        """
+        trainer: Any = self
+        size: int = trainer._train_batch_size or trainer.args.train_batch_size
+        return size // (
+            trainer.accelerator.num_processes if trainer.accelerator.split_batches else 1
+        )
+
     def _prepare_example_rule(
         self, clipper: Clipper, columns: dict[str, Any], packed: int | None
     ) -> None:
@@ -227,9 +235,9 @@ class ClippedTrainerMixin:
             rule.total_steps = clipper.step + max(1, state.max_steps - state.global_step)
             self._must_tell_steps = False
 
-    def _is_wide(self, model: nn.Module, inputs: dict[str, Any], batch_size: int) -> bool:
+    def _is_wide(self, model: nn.Module, inputs: dict[str, Any], batch_size: int | None) -> bool:
         """Whether micro-batches span several batches."""
-        if self._size is None or self._size <= batch_size:
+        if self._size is None or batch_size is None or self._size <= batch_size:
             return False
         rule = self._example_rule
         if rule is None:
@@ -267,12 +275,12 @@ class ClippedTrainerMixin:
         return found
 
     def _loss_fn(
-        self, model: nn.Module, inputs: dict[str, Any], domains: Any, batch_size: int
+        self, model: nn.Module, inputs: dict[str, Any], domains: Any, batch_size: int | None
     ) -> LossFn:
         """Return a function for the loss of a micro-batch, per example where that is available."""
         trainer: Any = self
         each, rule, mean = None, self._example_rule, self._loss_mean
-        is_cut = self._size is not None and self._size < batch_size
+        is_cut = self._size is not None and (batch_size is None or self._size < batch_size)
         if is_cut or rule is not None or mean == "example":  # else there is only one micro-batch
             each = self._losses.find(model, inputs)
             if each is not None and rule is not None and rule.is_one_pass:

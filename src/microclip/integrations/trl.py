@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from copy import deepcopy
+from copy import copy, deepcopy
 from typing import Any
 
 import torch
@@ -38,6 +38,13 @@ from microclip.integrations.trl_checks import (
     warn_of_equal_answers,
 )
 from microclip.integrations.trl_losses import PairCollator, TrlLossFinder, stacked
+from microclip.integrations.trl_packing import (
+    TextCollator,
+    is_padding_free,
+    pack_with_columns,
+    padding,
+    refuse_cut_texts,
+)
 from microclip.outcome import Outcome
 
 
@@ -63,6 +70,33 @@ class ClippedTrlMixin(ClippedTrainerMixin):
     def pairs(self) -> bool:
         """Whether an example is a pair of answers."""
         return isinstance(self, DPOTrainer | RewardTrainer)
+
+    @property
+    def _unpacks(self) -> bool:
+        """Whether batches without padding are padded, so that each text is an example."""
+        trainer: Any = self
+        one_by_one = self._size is not None or self._example_rule is not None
+        one_by_one |= bool(self._column_names()) or self._loss_mean != "microbatch"
+        return one_by_one and is_padding_free(trainer.data_collator)
+
+    def _column_names(self) -> list[str]:
+        return list(dict.fromkeys(column for column in self._columns.values() if column))
+
+    def _prepare_dataset(self, dataset: Any, processing_class: Any, args: Any, *more: Any) -> Any:
+        """Prepare a data set as TRL does; what is packed for training keeps ids and domains."""
+        prepare, columns = super()._prepare_dataset, self._column_names()  # type: ignore[misc]
+        if self.pairs or not (more[0] and more[-1] == "train"):  # packing, formatter, name
+            return prepare(dataset, processing_class, args, *more)
+        refuse_cut_texts(args.packing_strategy, self._columns, self._example_rule)
+        if not columns or args.max_length is None:  # TRL explains why it needs max_length
+            return prepare(dataset, processing_class, args, *more)
+        whole = copy(args)
+        whole.max_length, whole.shuffle_dataset = None, False  # packing truncates and shuffles
+        texts = prepare(dataset, processing_class, whole, False, *more[1:])
+        return pack_with_columns(texts, args, columns)
+
+    def _batch_size(self) -> int | None:
+        return None if self._unpacks else super()._batch_size()
 
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None
@@ -155,11 +189,16 @@ class ClippedTrlMixin(ClippedTrainerMixin):
     @contextmanager
     def _collating_columns(self, add_to_batch: bool) -> Iterator[None]:
         trainer: Any = self
-        collator = trainer.data_collator
+        collator, unpacks = trainer.data_collator, self._unpacks
         if self.pairs and add_to_batch:
             trainer.data_collator = PairCollator(collator)
+        elif unpacks and add_to_batch:
+            trainer.data_collator = padding(collator)
         try:
             with super()._collating_columns(add_to_batch):
+                if unpacks and add_to_batch:
+                    columns = self._column_names()
+                    trainer.data_collator = TextCollator(trainer.data_collator, columns)
                 yield
         finally:
             trainer.data_collator = collator

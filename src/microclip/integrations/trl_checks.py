@@ -70,16 +70,7 @@ def refuse_options(
     loss_mean: str,
 ) -> None:
     """Refuse options under which examples cannot be told apart, or that are not exact."""
-    args = trainer.args
     one_by_one = size is not None or rule is not None or any(columns.values())
-    packed = getattr(args, "packing", False) or getattr(trainer, "padding_free", False)
-    if packed and one_by_one:
-        name = "packing" if getattr(args, "packing", False) else "padding_free"
-        raise NotImplementedError(
-            f"{name}=True puts several texts into one row, without their ids and domains, so they "
-            f"cannot be told apart. Set {name}=False; or leave out microbatch_size, rules that "
-            "weight examples, id_column and domain_column: each batch is then one micro-batch."
-        )
     if one_by_one and getattr(trainer, "_is_vision_dataset", False):
         raise NotImplementedError(
             "The patches of a batch's images are stacked without saying whose they are, so a batch "
