@@ -195,6 +195,7 @@ def run(config: DemoConfig) -> Path:
 
     torch.set_num_threads(1)  # these networks are too small to use more
     console = Console()
+    config.out.mkdir(parents=True, exist_ok=True)  # or say at once that it cannot be
     runs = config.out / "runs"
     if runs.exists():
         shutil.rmtree(runs)

@@ -15,7 +15,7 @@ import properties
 BY_NAME = {str(attack): attack for attack in attacks.ATTACKS}
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", BY_NAME)
 @pytest.mark.parametrize("engine", ["fused", "auto"])
 def test_exact_or_refused(name, engine):

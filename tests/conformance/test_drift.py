@@ -53,7 +53,7 @@ def batches(generator):
         yield tokens, lengths, torch.randint(0, 4, (B,), generator=generator)
 
 
-@pytest.mark.parametrize("engine", ["auto", "fused"])
+@pytest.mark.parametrize("engine", [pytest.param("auto", marks=pytest.mark.full), "fused"])
 def test_every_step(engine):
     torch.manual_seed(0)
     model = Drifting()
