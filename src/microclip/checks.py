@@ -142,7 +142,7 @@ def check_fold_arguments(
     elif size is not None or loss is not None or domain is not None or loss_scale != 1:
         raise TypeError(
             "size, loss, loss_scale and domain are for fold() after your own backward; "
-            "fold(loss_fn, chunk) finds them out itself. Did you mean domains=?"
+            "fold(loss_fn, chunk) works them out itself. Did you mean domains=?"
         )
 
 

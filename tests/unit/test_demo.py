@@ -74,7 +74,7 @@ def test_the_default_length_is_enough_for_the_rule(tmp_path):
     said = [note for _, note in open_ledger(tmp_path).notes]
     assert len(said) == 2
     assert said[0].startswith("LossHistory starts to hold examples back")
-    assert said[1].startswith("LossHistory goes on holding back")
+    assert said[1].startswith("LossHistory keeps holding back")
     rows = microclip.draggers.score(tmp_path).table.to_pylist()
     held = {row["id"] for row in rows if row["held_back_since"] is not None}
     wrong = set(trained.digits.wrong.tolist())

@@ -254,7 +254,7 @@ class TestDataSets:
             ),
             ((0, np.zeros(3), 1), "0,relabel,1", "is of type ndarray of shape (3,). Set"),
             ((0, [0, 1]), "0,relabel,1", "is of type list. Set label= of Review.apply()"),
-            ((1, 2), "0,relabel,cat", "The new label 'cat' is a text, but the samples have labels"),
+            ((1, 2), "0,relabel,cat", "The new label 'cat' is text, but the samples have labels"),
         ],
     )
     def test_labels_that_cannot_be_replaced(self, tmp_path, sample, line, message):

@@ -28,7 +28,7 @@ CLEAR = 4.0  # standard deviations between right and wrong; below, the mixture s
 
 
 @dataclass(frozen=True, eq=False)
-class Estimate:
+class IssueEstimate:
     """Verdicts on the examples that can be judged.
 
     Attributes:
@@ -44,14 +44,14 @@ class Estimate:
     high: float
 
 
-def estimate(history: History, judged: Flags) -> Estimate:
+def estimate(history: History, judged: Flags) -> IssueEstimate:
     """Say how probable it is of each that it is wrong."""
     numbers = history.numbers[judged]
     mixture, (low, high) = fit(numbers, Bounds(history.floor, history.mirrored))
     probability = mixture.probability(numbers)
     by_predictions = history.statistic == "margin"
     if mixture.separation >= CLEAR or history.statistic == "excess":
-        return Estimate(probability, history.numbers, low, high)
+        return IssueEstimate(probability, history.numbers, low, high)
     found = float(probability.mean())
     shares: tuple[float, ...]
     worse_off = float(np.mean(history.loss[judged] > history.start))
@@ -64,12 +64,12 @@ def estimate(history: History, judged: Flags) -> Estimate:
         shares, order = (worse_off,), history.numbers
     low, high = min(low, *shares), max(high, doubted, *shares)
     if by_predictions and max(shares) == found:
-        return Estimate(probability, history.numbers, low, high)
+        return IssueEstimate(probability, history.numbers, low, high)
     # the logarithm of a mean loss is closest to normal where right and wrong overlap
     near_normal = np.log(np.maximum(order - history.numbers, TINY)) if by_predictions else order
     mixture = fit_share(near_normal[judged], max(shares))
     probability = _sorted_like(mixture.probability(near_normal[judged]), order[judged])
-    return Estimate(probability, order, low, high)
+    return IssueEstimate(probability, order, low, high)
 
 
 def _sorted_like(values: Values, keys: Values) -> Values:

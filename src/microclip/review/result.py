@@ -209,7 +209,7 @@ def _like(old: Any, new: Label) -> Any:
         return str(new)
     if isinstance(new, str):
         raise ValueError(
-            f"The new label {new!r} is a text, but the samples have labels of type "
+            f"The new label {new!r} is text, but the samples have labels of type "
             f"{type(old).__name__}. Relabel with numbers, or set label= of Review.apply() to where "
             "texts are."
         )

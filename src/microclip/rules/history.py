@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any, Literal
 
 import torch
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from microclip.rules.example_table import ExampleTable
 from microclip.rules.examples import ExampleRule, Seen
+from microclip.rules.mixture import Mixture
 from microclip.rules.norms import Rule, is_number
 
 # Chosen on development seeds of the dirty-data benchmark, and then left alone.
@@ -37,9 +38,6 @@ UNLEARNED = 0.8  # suspects are released if their loss is below this share of an
 IMPROVED = 0.95  # provided that it has fallen to this share while they were left out
 FEW_VISITS = 8  # below this, training is too short to tell
 UNTOLD = 10  # visits after which the trial starts if nobody said how long training takes
-ITERATIONS = 25
-SAMPLE = 100_000  # averages that the mixture is fitted to, at most
-ABSURD = 10.0  # times the 99 % quantile, beyond which averages count as that much
 SMALL = 20  # examples of a domain, below which none of them is held back
 APART = 4.0  # separation of the groups within a domain, below which none of it is held back
 
@@ -60,76 +58,6 @@ Phase = Literal["watching", "trial", "holding", "released", "off"]
 LARGEST = torch.finfo(torch.float32).max
 
 logger = logging.getLogger("microclip")
-
-
-@dataclass(frozen=True)
-class Mixture:
-    """Two normal distributions, fitted to averages of losses."""
-
-    low: float  # means
-    high: float
-    low_variance: float
-    high_variance: float
-    share: float  # of the upper one
-
-    @classmethod
-    def fit(cls, values: Tensor) -> Mixture | None:
-        """Fit by expectation maximization; None if the values do not vary."""
-        values = values.double()
-        if len(values) > SAMPLE:  # at random, but the same on every rank
-            generator = torch.Generator().manual_seed(len(values))
-            values = values[torch.randint(len(values), (SAMPLE,), generator=generator)]
-        if len(values) < 2:
-            return None
-        # a few absurd values must not hide the rest
-        ordinary = values.kthvalue(math.ceil(0.99 * len(values))).values
-        values = values.clamp(max=torch.where(ordinary > 0, ABSURD * ordinary, values.max()))
-        variance = values.var(correction=0)
-        if not variance > 1e-12 * values.square().mean():
-            return None
-        floor = 1e-3 * variance
-        means = torch.quantile(values, torch.tensor([0.25, 0.9], dtype=torch.float64))
-        if means[0] == means[1]:
-            means[1] = values.max()
-        variances = variance.expand(2).clone()
-        shares = torch.tensor([0.5, 0.5], dtype=torch.float64)
-        for _ in range(ITERATIONS):
-            distance = (values[:, None] - means).square() / variances
-            scores = shares.log() - 0.5 * (variances.log() + distance)
-            members = scores.softmax(1)
-            sizes = members.sum(0).clamp(min=1e-9)
-            means = (members * values[:, None]).sum(0) / sizes
-            variances = (members * (values[:, None] - means).square()).sum(0) / sizes + floor
-            shares = (sizes / len(values)).clamp(1e-6, 1 - 1e-6)
-        order = means.argsort().tolist()
-        low, high = order
-        return cls(
-            means[low].item(),
-            means[high].item(),
-            variances[low].item(),
-            variances[high].item(),
-            shares[high].item(),
-        )
-
-    @property
-    def separation(self) -> float:
-        """The distance of the means, in standard deviations (the mean of both)."""
-        return (
-            2
-            * (self.high - self.low)
-            / (math.sqrt(self.low_variance) + math.sqrt(self.high_variance))
-        )
-
-    def weights(self, values: Tensor) -> Tensor:
-        """Return the probability of the lower distribution; 1 below its mean, 0 above the other."""
-        values = values.double()
-        odds = math.log((1 - self.share) / self.share)
-        odds -= 0.5 * math.log(self.low_variance / self.high_variance)
-        below = (values - self.low).square() / self.low_variance
-        above = (values - self.high).square() / self.high_variance
-        found = torch.sigmoid(odds - 0.5 * (below - above))
-        found = torch.where(values <= self.low, 1.0, found)
-        return torch.where(values >= self.high, 0.0, found)
 
 
 class LossHistory(ExampleRule):
@@ -363,7 +291,7 @@ class LossHistory(ExampleRule):
         elif self.phase == "trial":
             self.phase = "holding"
             self._say(
-                f"goes on holding back {self._held_text()}: {change}, and {level}, so the others "
+                f"keeps holding back {self._held_text()}: {change}, and {level}, so the others "
                 "do not teach them"
             )
 
