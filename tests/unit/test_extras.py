@@ -15,7 +15,7 @@ except ImportError as error:
 """
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("missing", "statement", "extra"),
     [

@@ -5,6 +5,7 @@ TYPE_CHECKING count as well, since they tie rooms together just the same.
 """
 
 import ast
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -16,8 +17,13 @@ LIBRARY, LAB = ROOT / "src" / "microclip", ROOT / "lab" / "src" / "microclip_lab
 FRONT_DOORS = {"__init__", "__main__", "cli", "command_line", "commands"}
 
 
+@cache
 def imports(path):
-    """Yield (module, name or None) for every import in a file; relative ones are not used here."""
+    """Return (module, name or None) for every import in a file; relative ones are not used here."""
+    return list(_imports(path))
+
+
+def _imports(path):
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             for alias in node.names:
