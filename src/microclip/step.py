@@ -81,6 +81,7 @@ class Step:
         self._noise_scale = noise_scale
         # for each fold, the factors that `loss_fn` multiplies its losses by, if it does
         self._loss_scales: list[Tensor | None] = []
+        self._label_shares: list[Tensor | None] = []  # likewise, if losses are shares of a step's
         parallelism.begin(number)
         ranks = parallelism.ranks
         by_domain = noise_scale and ranks is None and parallelism.fsdp is None
@@ -183,6 +184,8 @@ class Step:
                 self._engine_step.fold(called, microbatches, final, parallelism.communication)
             scales = _loss_scales(loss_fn)
             self._loss_scales.append(None if scales is None else scales[microbatches.order])
+            shares: Tensor | None = getattr(loss_fn, "label_shares", None)
+            self._label_shares.append(None if shares is None else shares[microbatches.order])
         except MeanOfExamplesError:  # before anything was recorded
             raise
         except BaseException as error:
@@ -318,6 +321,7 @@ class Step:
             )
         outcome = self.record.outcome(engine.name if engine else "none", notes + messages)
         outcome = _with_own_losses(outcome, self._loss_scales)
+        outcome = _with_own_means(outcome, self._label_shares)
         if noise:
             outcome = replace(outcome, **noise)
         if self._predictions is not None and outcome.example_losses is not None:
@@ -341,3 +345,19 @@ def _with_own_losses(outcome: Outcome, scales: list[Tensor | None]) -> Outcome:
         return outcome
     losses = outcome.example_losses
     return replace(outcome, example_losses=losses / torch.cat(known).to(losses))
+
+
+def _with_own_means(outcome: Outcome, shares: list[Tensor | None]) -> Outcome:
+    """Return the outcome with each micro-batch's mean over its own labels.
+
+    `shares` has the labels of each example, relative to the mean over the step. `outcome.loss`, the
+    mean over the labels of the step, is right as it is.
+    """
+    known = [each for each in shares if each is not None]
+    if outcome.losses is None or not known or len(known) < len(shares):
+        return outcome
+    losses, each = outcome.losses, torch.cat(known)
+    groups = torch.tensor([j for j, ids in enumerate(outcome.ids) for _ in ids]).to(each.device)
+    sums = each.new_zeros(len(outcome)).index_add_(0, groups, each).to(losses)
+    means = sums / outcome.sizes.to(losses)
+    return replace(outcome, losses=torch.where(means > 0, losses / means, losses))

@@ -134,6 +134,37 @@ def test_streamed_shares_are_remembered_as_means(b):
         assert run.clipper.outcome.example_losses.tolist() == pytest.approx(own[8:], rel=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore:.*label_smoothing_factor. is deprecated:FutureWarning")
+@pytest.mark.sample(13)
+@pytest.mark.parametrize("rule", ["Fixed", "MinNorm", "LossHistory"])
+@pytest.mark.parametrize("b", [1, 3])
+@pytest.mark.parametrize("how", ["smoothed", "stream", "fused"])
+@pytest.mark.parametrize("domains", [False, True])
+def test_the_ledger_has_means_of_microbatches(tmp_path, domains, how, b, rule):
+    """Not their shares of the step, whoever computes the loss; the step's loss is the stock one."""
+    made = {"Fixed": KEEP, "MinNorm": rules.MinNorm(), "LossHistory": rules.LossHistory(9)}
+    clip = {
+        "loss_mean": "step", "rule": made[rule], "microbatch_size": b, "id_column": "id",
+        "ledger": Ledger(tmp_path), "engine": "auto" if how == "smoothed" else how,
+    }  # fmt: skip
+    clip |= {"domain_column": "place"} if domains else {}
+    options = {"label_smoothing_factor": 1e-9} if how == "smoothed" else {}
+    run = trl_runs.trainer(
+        "sft", trl_runs.model("llama"), clip=clip, **options,
+        per_device_train_batch_size=4, gradient_accumulation_steps=2,
+    )  # fmt: skip
+    run.train()
+    rows = [r for part in open_ledger(tmp_path).microbatches() for r in part.to_pylist()]
+    assert sorted(i for row in rows for i in row["ids"]) == list(range(100, 114))
+    for row in rows:
+        own = trl_runs.stock_loss(run, [i - 100 for i in row["ids"]]).item()
+        assert row["loss"] == pytest.approx(own, rel=1e-5)
+    labels = [sum(x != -100 for x in row[1:]) for row in run.train_dataset["labels"][8:]]
+    each = [trl_runs.stock_loss(run, [i]).item() for i in range(8, 14)]
+    total = sum(n * loss for n, loss in zip(labels, each, strict=True)) / sum(labels)
+    assert float(run.clipper.outcome.loss) == pytest.approx(total, rel=1e-5)
+
+
 def mean_over_the_batch(outputs, labels, num_items_in_batch=None):
     return F.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
 

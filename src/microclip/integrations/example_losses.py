@@ -152,6 +152,12 @@ class ExampleLosses:
             scales /= torch.zeros_like(scales).index_add_(0, groups, counts.to(wide)).clamp(min=1)
         inputs[SCALE] = scales[groups]
 
+    def shares(self, inputs: dict[str, Any]) -> Tensor | None:
+        """Return each example's labels relative to the mean over the step, if that is its scale."""
+        scales: Tensor = inputs[SCALE]
+        counts = self.kind.counts(inputs["labels"])
+        return None if counts is None else scales * counts
+
     def factors(self, inputs: dict[str, Any]) -> Tensor:
         """Return what an example's own mean loss is multiplied by, after `add_scales`.
 

@@ -69,10 +69,10 @@ class StepLabels:
             loss = loss / (accelerator.num_processes // self.trainer.get_tp_size())
         return loss * (self.scale * float(self.items or 0) / size)
 
-    def factors(self, inputs: dict[str, Any], b: int | None, domains: Domains | None) -> Tensor:
-        """Return, per example, what `loss_of` makes of its micro-batch's mean over own labels.
+    def shares(self, inputs: dict[str, Any]) -> Tensor:
+        """Return, per example, its labels (as the Trainer counts them) by the mean over the step.
 
-        That mean is what rules and ledger are to see; labels are counted as the Trainer does.
+        The loss of a micro-batch is its mean over own labels, times the mean share of its examples.
         """
         labels: Tensor = inputs["labels"]
         if "shift_labels" in inputs:
@@ -80,11 +80,19 @@ class StepLabels:
         elif self.trainer._loss_shifts_labels:
             labels = labels[..., 1:]
         wide = torch.float32 if labels.device.type == "mps" else torch.float64
-        counts = (labels != IGNORE_INDEX).reshape(len(labels), -1).sum(1).to(wide)
-        factors = torch.empty_like(counts)
-        for piece in cut(counts, b, domains=domains):
-            rows = torch.tensor(piece.ids, device=labels.device)
-            factors[rows] = self.scale * counts[rows].sum().clamp(min=1) / len(rows)
+        counts = (labels != IGNORE_INDEX).reshape(len(labels), -1).sum(1)
+        return self.scale * counts.to(wide)
+
+    def factors(self, inputs: dict[str, Any], b: int | None, domains: Domains | None) -> Tensor:
+        """Return, per example, what `loss_of` makes of its micro-batch's mean over own labels.
+
+        That mean is what rules and ledger are to see.
+        """
+        shares = self.shares(inputs)
+        factors = torch.empty_like(shares)
+        for piece in cut(shares, b, domains=domains):
+            rows = torch.tensor(piece.ids, device=shares.device)
+            factors[rows] = shares[rows].sum().clamp(min=self.scale) / len(rows)
         return factors
 
     def must_check(self, inputs: dict[str, Any], is_cut: bool) -> bool:

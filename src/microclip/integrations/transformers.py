@@ -313,7 +313,9 @@ class ClippedTrainerMixin:
 
         if each is not None:
             vars(loss_fn)["loss_scales"] = each.factors(inputs)
+            vars(loss_fn)["label_shares"] = each.shares(inputs) if mean == "step" else None
         elif streams_shares:
+            vars(loss_fn)["label_shares"] = self._step_labels.shares(inputs)
             vars(loss_fn)["loss_scales"] = self._step_labels.factors(inputs, self._size, domains)
         return loss_fn
 
