@@ -335,20 +335,17 @@ def test_the_page_leads_with_advice_and_says_what_was_not_run():
     }
     names = ("tuned-canaries", "scratch-canaries", "tuned-labels", "outliers-7-10")
     text = page(finished(Plan([BY_NAME[name] for name in names]), errors), {})
-    order = [text.index(f"## {title}") for title in ("What to do", "Verdicts", "The evidence")]
+    order = [
+        text.index(f"## {title}")
+        for title in ("What to do", "Verdicts", "Effects by kind", "Every task")
+    ]
     assert order == sorted(order)
-    assert "Worth using where examples are bad: Unit, b = 4" in text
-    assert "Do not use: MinNorm, b = 1" in text
+    assert "**Unit, b = 4**: gained on 4 of 4 (" in text
+    assert "**MinNorm, b = 1**: harmed on 4 of 4 (" in text
     assert "Gate: **passed**" in text
     waiting = text.split("not run yet: ")[1].split(".")[0].split(", ")
     assert "speech-tuned" in waiting
     assert not set(names) & set(waiting)
-
-
-def test_the_page_gives_no_advice_on_a_single_task():
-    text = page(finished(Plan([STUDY]), {ORACLE: 10.0, "unit-4": 12.0}), {})
-    assert "Too few tasks for advice (1): Unit, b = 4" in text
-    assert "Worth using" not in text
 
 
 def test_the_command_repeats_a_recorded_run(tmp_path, capsys):

@@ -85,8 +85,11 @@ def test_the_same_seed_gives_the_same_probe():
 def test_as_text(clear, tmp_path):
     text = str(clear)
     lines = text.splitlines()
-    assert lines[0].startswith("384 examples, steps of B = 32 judged by 352 others, MinNorm()")
-    assert len({len(line) for line in lines[1:8]}) == 1  # aligned
+    assert lines[: len(clear.suggestions)] == clear.suggestions
+    assert lines[0].startswith("The top tenth of the examples holds ")
+    title = next(i for i, line in enumerate(lines) if line.startswith("384 examples, steps of B"))
+    assert " = 32 judged by 352 others, MinNorm()" in lines[title]
+    assert len({len(line) for line in lines[title + 1 : title + 8]}) == 1  # aligned
     assert clear.sentence in text
     table = list(csv.DictReader(io.StringIO(clear.to_csv(tmp_path / "table.csv"))))
     assert (tmp_path / "table.csv").read_text() == clear.to_csv()

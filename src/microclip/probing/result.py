@@ -5,12 +5,14 @@ from __future__ import annotations
 import csv
 import io
 import math
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from microclip.probing.advice import WHERE, by_kind, is_trusted, suggestions
 from microclip.probing.draggers import RESAMPLINGS, Draggers, compare_draggers, cosines_to_the_rest
 from microclip.probing.gram import Gram
 
@@ -77,6 +79,7 @@ class Probe:
     noise_scale: float  # E|g_i - g|^2 / |g|^2: the batch size at which noise equals signal
     gram: Gram
     notes: tuple[str, ...] = ()
+    figures: Mapping[str, float] = field(default_factory=dict)  # how unequal the gradients are
 
     def __len__(self) -> int:
         """Return how many examples were probed."""
@@ -86,6 +89,11 @@ class Probe:
     def sentence(self) -> str:
         """Say what was found, what it does not tell, and what to do next."""
         return summary(self)
+
+    @property
+    def suggestions(self) -> list[str]:
+        """Say what the figures suggest, for each clipping rule, and how often that was right."""
+        return suggestions(self.figures)
 
     @property
     def norms(self) -> Tensor:
@@ -152,7 +160,9 @@ class Probe:
             f"{len(self)} examples, steps of B = {self.batch_size} judged by {self.held_out} "
             f"others{rule}; plain: cos {self.plain_alignment:.3f}, eff {self.plain_efficiency:.3g}"
         )
-        return "\n".join([title, *_aligned(table), self.sentence, *self.notes])
+        first = [*self.suggestions, WHERE] if self.figures else []
+        kinds = [] if is_trusted() else ["By kind of data:", *(f"  {line}" for line in by_kind())]
+        return "\n".join([*first, title, *_aligned(table), self.sentence, *self.notes, *kinds])
 
 
 def _aligned(table: list[list[str]]) -> list[str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from microclip.engines.gradients import LossFn
+from microclip.probing.advice import suggestions
+from microclip.probing.forecast import RISE, TOP_TENTH
 from microclip.probing.gram import Gram, collect, gram_of
+from microclip.probing.inequality import inequality
 from microclip.probing.result import Best, Probe, Row
 from microclip.probing.simulation import (
     CONFIDENCE,
@@ -112,6 +115,7 @@ def _result(simulation: Simulation, gram: Gram, pool: Pool, lengths: tuple[int, 
         noise_scale=simulation.noise / simulation.signal if simulation.signal > 0 else float("inf"),
         gram=gram,
         notes=tuple(notes),
+        figures=inequality(gram.matrix[pool.for_steps][:, pool.for_steps], B),
     )
 
 
@@ -243,6 +247,7 @@ class Moment:
     rows: tuple[Row, ...]
     best: Best | None
     sentence: str
+    figures: Mapping[str, float] = field(default_factory=dict)  # with the rise since the first
 
 
 class ProbeEvery:
@@ -286,8 +291,20 @@ class ProbeEvery:
             return None
         found = probe(model, loss_fn, list(self._recent), **self._options)
         self._recent.clear()
-        self.history.append(Moment(number, found.rows, found.best, found.sentence))
+        figures = {**found.figures, **self._rise(found.figures)}
+        self.history.append(Moment(number, found.rows, found.best, found.sentence, figures))
         return found
+
+    def _rise(self, now: Mapping[str, float]) -> dict[str, float]:
+        """Return by how much the top tenth's share rose since the first probe."""
+        if not self.history or TOP_TENTH not in self.history[0].figures:
+            return {}
+        return {RISE: now[TOP_TENTH] - self.history[0].figures[TOP_TENTH]}
+
+    @property
+    def suggestions(self) -> list[str]:
+        """Say what the latest figures suggest, and how often that was right."""
+        return suggestions(self.history[-1].figures) if self.history else []
 
     @property
     def sentence(self) -> str:
@@ -326,4 +343,4 @@ class ProbeEvery:
             + ", ".join(f"b={row.size} {row.gain:.2f}" for row in moment.rows)
             for moment in self.history
         ]
-        return "\n".join([*lines, self.sentence])
+        return "\n".join([*self.suggestions, *lines, self.sentence])

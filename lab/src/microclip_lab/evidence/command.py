@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import random
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -26,19 +26,47 @@ Evidence that decides: where does micro-batch clipping help, and how can one tel
 Tasks must pass a gate, every arm is tuned, and seeds are added until intervals decide. Every
 finished run is kept: stop at any time, and run the same command again to continue.
 
-  everything (about 5 core-hours):  benchmarks/evidence.py --workers 2
-  a taste (under 10 minutes):       benchmarks/evidence.py --quick --out /tmp/evidence
-  repeat a random run:              benchmarks/evidence.py --rerun
-  the page from the records:        benchmarks/evidence.py --page docs/evidence.md
+  everything:                     benchmarks/evidence.py --workers 2
+  a taste (under 10 minutes):     benchmarks/evidence.py --quick --out /tmp/evidence
+  repeat a random run:            benchmarks/evidence.py --rerun
+  page, advice and thresholds:    benchmarks/evidence.py --publish
+  the page alone, to look at it:  benchmarks/evidence.py --page /tmp/evidence.md
+
+{cost}
 """
+RESULTS = Path("results/evidence")
 CLIPPED = ("minnorm", "unit")  # how the names of arms begin that clip norms
 QUICK = ("outliers-7-10", "tuned-canaries")
 QUICK_ARMS = ("minnorm-1", "minnorm-4", "unit-4")
 
 
+class _Parser(argparse.ArgumentParser):
+    """Reads what the plan costs from the records, once help is asked for."""
+
+    def format_help(self) -> str:
+        self.description = DESCRIPTION.format(cost=cost(read_all(RESULTS, editions())))
+        return super().format_help()
+
+
+def cost(records: Mapping[Job, Record]) -> str:
+    """Say what the full plan costs, from the CPU time of the runs on record."""
+    plan = Plan(STUDIES)
+    left = [study.name for study in STUDIES if plan.missing_of(study, records)]
+    hours = sum(record.seconds for record in records.values()) / 3600
+    if not records:
+        return f"What the full plan costs is unknown here: {RESULTS} has no records."
+    if not left:
+        return f"The full plan took {len(records):,} runs and {hours:.1f} core-hours."
+    done = len(STUDIES) - len(left)
+    return (
+        f"The full plan has {len(STUDIES)} tasks. {done} are finished; with what there is of the "
+        f"others, that took {len(records):,} runs and {hours:.1f} core-hours."
+    )
+
+
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    made = argparse.ArgumentParser(
+    made = _Parser(
         prog="benchmarks/evidence.py",
         description=DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -47,10 +75,16 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--arms", nargs="+", metavar="ARM", help="besides plain and oracle")
     made.add_argument("--quick", action="store_true", help="two tasks, three arms, one look")
     made.add_argument("--workers", type=int, default=2, help="processes, one thread each")
-    made.add_argument("--out", type=Path, default=Path("results/evidence"), help="records")
+    made.add_argument("--out", type=Path, default=RESULTS, help="records")
     made.add_argument("--rerun", action="store_true", help="repeat a random run and compare")
     made.add_argument("--seed", type=int, default=None, help="which random run")
     made.add_argument("--page", type=Path, help="write the page from the records; run nothing")
+    made.add_argument(
+        "--publish",
+        action="store_true",
+        help="write the page, the library's thresholds and the tables of guide and README from the "
+        "records; run nothing, from the root of the repository",
+    )
     made.add_argument("--list", action="store_true", help="describe tasks and arms")
     return made
 
@@ -83,12 +117,29 @@ def main(arguments: Sequence[str] | None = None) -> None:
         write_whole(options.page, page(records, outside_records()).encode())
         console.print(f"page: {options.page}")
         return
+    if options.publish:
+        publish(records, console)
+        return
     arms = options.arms or (QUICK_ARMS if options.quick else None)
     outside = [] if options.quick or options.tasks else outside_jobs(outside_records())
     plan = Plan(studies, arms, 1 if options.quick else None, outside)
     work_or_exit(plan, records, options.out, options.workers, console, run_job)
     for study in studies:
         console.print(f"{study.name}: gate {gate(records, study)}")
+
+
+def publish(records: dict[Job, Record], console: Console) -> None:
+    """Write everything that users meet, and say which files changed."""
+    from microclip.files import write_whole
+    from microclip_lab.evidence.publish import published
+
+    root = Path.cwd()
+    for path, text in published(records, outside_records(), root).items():
+        kept = root / path
+        changed = not kept.exists() or kept.read_text(encoding="utf-8") != text
+        if changed:
+            write_whole(kept, text.encode())
+        console.print(f"{path}: {'written' if changed else 'as it was'}")
 
 
 def run_job(job: Job, plain_rate: float | None, engine: Engine = "auto") -> Record:

@@ -10,11 +10,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from microclip.probing import gram_of
+from microclip.probing import gram_of, smallest_over_mean, top_tenth_share
 from microclip_lab.dirty_data.training import Setup
 
 SAMPLE = 256  # examples
-DRAWN = 64  # mini-batches drawn for the micro-batch norms
 SIZES = (1, 4, 16)
 
 
@@ -35,10 +34,8 @@ def snapshot(setup: Setup) -> dict[str, float]:
 
 def _concentration(matrix: Tensor) -> dict[str, float]:
     energy = matrix.diagonal().clamp_min(0).sort(descending=True).values
-    total = energy.sum().clamp_min(1e-300)
-    tenth = max(1, len(energy) // 10)
     return {
-        "top_decile": float(energy[:tenth].sum() / total),
+        "top_decile": top_tenth_share(matrix.diagonal()),
         "median_over_mean": float(energy.sqrt().median() / energy.sqrt().mean().clamp_min(1e-300)),
         # |mean gradient|^2 over the mean energy: how far examples agree
         "agreement": float(matrix.mean() / energy.mean().clamp_min(1e-300)),
@@ -47,18 +44,11 @@ def _concentration(matrix: Tensor) -> dict[str, float]:
 
 def _microbatches(matrix: Tensor, batch_size: int, draw: torch.Generator) -> dict[str, float]:
     """Return the smallest over the mean micro-batch norm, averaged over drawn mini-batches."""
-    found = {}
-    for b in SIZES:
-        if b >= batch_size:
-            continue
-        ratios = []
-        for _ in range(DRAWN):
-            rows = torch.randperm(len(matrix), generator=draw)[: batch_size // b * b].view(-1, b)
-            blocks = matrix[rows[:, :, None], rows[:, None, :]]
-            norms = blocks.mean((1, 2)).clamp_min(0).sqrt()
-            ratios.append(float(norms.min() / norms.mean().clamp_min(1e-300)))
-        found[f"min_over_mean_{b}"] = sum(ratios) / len(ratios)
-    return found
+    return {
+        f"min_over_mean_{b}": smallest_over_mean(matrix, batch_size, b, draw)
+        for b in SIZES
+        if b < batch_size
+    }
 
 
 def _draggers(matrix: Tensor, wrong: Tensor) -> dict[str, float]:
