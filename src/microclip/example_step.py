@@ -157,7 +157,7 @@ class ExampleStep:
         return microbatches.with_weights(weights)
 
     def forget_last(self) -> None:
-        """Forget the last batch, which will be cut in another way."""
+        """Forget the last batch, which will be cut differently."""
         self._parts.pop()
 
     def _checked(self, weights: Tensor, of: Tensor) -> Tensor:

@@ -82,7 +82,7 @@ class StepPredictions:
                 self._classes = max(self._classes, classes)
                 return
         raise ValueError(
-            "loss_fn returns its losses in another order than that of its batch, so predictions "
+            "loss_fn returns its losses in an order other than that of its batch, so predictions "
             "cannot be matched with them. Leave record_predictions() out, or return the loss of "
             "example i at place i."
         )

@@ -129,9 +129,9 @@ class Fsdp:
             module.reshard()
         if any(not g.is_sharded or g._training_state.name != "IDLE" for g in self._all_groups):
             raise RuntimeError(
-                "An error interrupted a forward or backward pass of the sharded model halfway through "
-                "its communication. Call model.reset_iter_state() (torch 2.13) on all ranks "
-                "after the error, before the next step."
+                "An error interrupted a forward or backward pass of the sharded model while ranks "
+                "were communicating. Call model.reset_iter_state() (torch 2.13) on all ranks after "
+                "the error, before the next step."
             )
 
     @property

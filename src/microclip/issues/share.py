@@ -1,7 +1,7 @@
 """How many examples are wrong, and how probable it is of each.
 
 If the numbers of right and wrong examples lie clearly apart, a mixture fitted to them says it all.
-If not, it finds the few that stand out, and the others must be counted in another way. Both counts
+If not, it finds the few that stand out, and the others must be counted differently. Both counts
 below are too low rather than too high once a model memorizes, each for its own reason, so the
 larger one is taken:
 

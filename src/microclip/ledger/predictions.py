@@ -34,7 +34,7 @@ def expect_values(**given: Any) -> None:
             value.is_meta or torch._C._functorch.is_functorch_wrapped_tensor(value)
         ):
             raise ValueError(
-                f"{name} must be a tensor with values, but it is on the meta device or inside of a "
+                f"{name} must be a tensor with values, but it is on the meta device or inside a "
                 "torch.func transformation such as vmap. Record after it."
             )
 

@@ -1,4 +1,4 @@
-"""What a run has recorded goes to a tracker: once it is over, or again and again as it goes on.
+"""What a run has recorded goes to a tracker: once it is over, or as it trains.
 
 Knows ledgers and clients; which figures and examples there are is up to the other modules.
 """
@@ -33,7 +33,7 @@ class Tracked:
 
 
 class Tracker:
-    """Logs what a ledger records, while training goes on, to the tracker that you use anyway.
+    """Logs what a ledger records, during training, to the tracker that you already use.
 
     >>> import microclip, tempfile, torch
     >>> from torch.utils.tensorboard import SummaryWriter
