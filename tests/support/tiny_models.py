@@ -18,7 +18,7 @@ from torch._ops import OpOverload
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.auto import modeling_auto
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
 
 from tiny_configs import variants
 from tiny_inputs import EXAMPLES, Maker, Plan, flat, plans
@@ -199,8 +199,9 @@ def mappings() -> list[str]:
 def names() -> tuple[str, ...]:
     """Return every kind of configuration that a model is made from, each class once."""
     tables = [getattr(modeling_auto, mapping) for mapping in mappings()]
-    kinds = sorted({name for table in tables for name in table if name in CONFIG_MAPPING})
-    return tuple({CONFIG_MAPPING[kind]: kind for kind in reversed(kinds)}.values())[::-1]
+    kinds = sorted({name for table in tables for name in table if name in CONFIG_MAPPING_NAMES})
+    # by the names of classes: to import all of them takes seconds
+    return tuple({CONFIG_MAPPING_NAMES[kind]: kind for kind in reversed(kinds)}.values())[::-1]
 
 
 def model_classes(name: str) -> list[type]:
