@@ -14,6 +14,7 @@ from microclip.draggers.evidence import Evidence, gather
 from microclip.draggers.scoring import are_positions
 from microclip.draggers.source import LedgerLike, Source
 from microclip.draggers.statistics import Numbers, Values
+from microclip.issues.estimate import estimate
 from microclip.issues.history import UNKNOWN, History, read_history
 from microclip.issues.result import (
     FORGOTTEN,
@@ -24,7 +25,6 @@ from microclip.issues.result import (
     WRONG_LABEL,
     Issues,
 )
-from microclip.issues.share import estimate
 from microclip.ledger import Ledger, Record, open_ledger
 from microclip.user_warnings import warn
 
