@@ -82,13 +82,13 @@ def check(answer, cell, real=False, more=0):
         assert found <= expected if real else found == expected, reads
 
 
-@pytest.mark.sample(9)
+@pytest.mark.sample(13)
 @pytest.mark.parametrize("name", CELLS)
 def test_a_device_gives_what_the_host_gives_without_reads(children, name):
     check(children["accel"].ask(name), CELLS[name])
 
 
-@pytest.mark.sample(17)
+@pytest.mark.sample(29)
 @pytest.mark.parametrize("name", CELLS)
 def test_so_does_one_without_float64(children, name):
     check(children["accel32"].ask(name), CELLS[name])
