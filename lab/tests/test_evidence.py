@@ -36,7 +36,7 @@ from microclip_lab.evidence.sequential import (
 )
 from microclip_lab.evidence.snapshots import snapshot
 from microclip_lab.evidence.synthetic_tasks import mixture_data, outlier_data
-from microclip_lab.evidence.verdicts import decide, verdicts
+from microclip_lab.evidence.verdicts import decide, open_arms, verdicts
 from microclip_lab.evidence.when_to_clip import FIGURES, Case, cases, fitted, hit_rate
 from microclip_lab.tuned_arms.records import Job, append
 from microclip_lab.tuned_arms.search import evaluated, is_tuned, rate_of, tuned
@@ -372,3 +372,51 @@ def test_the_command_names_what_there_is_instead(tmp_path, capsys):
             main([*options, "--out", str(tmp_path)])
         assert hint in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+class TestClaimsGoOn:
+    """A claim that is undecided asks for more seeds of its arms, decided on their own or not."""
+
+    def records(self, spread):
+        study, found = BY_NAME["domains"], {}
+        numbers = random.Random(1)
+        for arm in study.arms:
+            for k in (-1, 0, 1):
+                for seed in TUNING_SEEDS:
+                    validation = [50.0, 50.0 - abs(k)]
+                    job = Job(study.name, arm, "tune", rate_of(k), seed)
+                    found[job] = self.record(job, validation, {})
+            for seed in range(16):
+                error = {"plain": 30, "minnorm-4": 33}.get(arm, 30.0)
+                small = error + numbers.gauss(0, spread)
+                test = {"last": error + numbers.gauss(0, 0.1)}
+                test |= {f"last/{place}": small for place in range(4)}
+                job = Job(study.name, arm, "evaluate", rate_of(0), seed)
+                found[job] = self.record(job, [50.0, 50.0], test)
+        return study, found
+
+    def record(self, job, curve, test):
+        identity = job.task, job.arm, job.stage, job.rate, job.seed
+        return Record(*identity, "1.1", curve, curve, test)
+
+    def test_small_domains_that_vary(self):
+        study, records = self.records(spread=9)
+        missing = Plan([study], open_arms=open_arms).missing_of(study, records)
+        assert {job.arm for job in missing} == {"plain", "minnorm-4", "minnorm-4-domains"}
+        assert {job.seed for job in missing} == set(range(16, 32))
+        assert Plan([study]).missing_of(study, records) == []
+
+    def test_small_domains_that_do_not(self):
+        study, records = self.records(spread=0.1)
+        assert Plan([study], open_arms=open_arms).missing_of(study, records) == []
+
+
+def test_an_arm_that_diverged_once_harms():
+    errors = {ORACLE: 15.0}
+    records = finished(Plan([STUDY], ["minnorm-1"], most=1), errors)
+    job = next(j for j in records if j.arm == "minnorm-1" and j.stage == "evaluate" and j.seed == 3)
+    records[job] = dataclasses.replace(
+        records[job], test=dict.fromkeys((LAST, "best_noisy", "best_clean"), math.inf)
+    )
+    assert outcome_of(records, STUDY, "minnorm-1") == "harm"
+    assert "MinNorm, b = 1" in page(records, {})

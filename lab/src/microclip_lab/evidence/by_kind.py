@@ -187,7 +187,7 @@ def _effect(
 
 def _has_no_headroom(records: Records, outside: dirty_records.Records, task: str) -> bool:
     if task in BY_NAME:
-        return gate(records, BY_NAME[task]) == "no headroom"
+        return gate(records, BY_NAME[task]) in ("no headroom", "undecided")
     if dirty_catalog.TASKS[task].purpose == "clean":
         return False
     found = outside_effect(outside, task, ORACLE)

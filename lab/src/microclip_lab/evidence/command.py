@@ -16,6 +16,7 @@ from microclip_lab.evidence.arms import ARMS
 from microclip_lab.evidence.catalog import BY_NAME, STUDIES, Study, study_named
 from microclip_lab.evidence.plan import Plan, editions, gate
 from microclip_lab.evidence.records import Record, read_all
+from microclip_lab.evidence.verdicts import open_arms
 from microclip_lab.evidence.when_to_clip import outside_jobs, outside_records
 from microclip_lab.tuned_arms.records import Job
 from microclip_lab.tuned_arms.runner import work_or_exit
@@ -122,7 +123,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     arms = options.arms or (QUICK_ARMS if options.quick else None)
     outside = [] if options.quick or options.tasks else outside_jobs(outside_records())
-    plan = Plan(studies, arms, 1 if options.quick else None, outside)
+    plan = Plan(studies, arms, 1 if options.quick else None, outside, open_arms)
     work_or_exit(plan, records, options.out, options.workers, console, run_job)
     for study in studies:
         console.print(f"{study.name}: gate {gate(records, study)}")

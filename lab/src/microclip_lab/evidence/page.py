@@ -20,7 +20,14 @@ from microclip_lab.evidence.page_tasks import method, task_section
 from microclip_lab.evidence.plan import HEADROOM, Plan, effect, gate, outcome_of
 from microclip_lab.evidence.records import Records
 from microclip_lab.evidence.sequential import POWER, Interval, seeds_needed
-from microclip_lab.evidence.verdicts import ClaimVerdict, Tested, Verdict, verdicts
+from microclip_lab.evidence.verdicts import (
+    SMALLER,
+    ClaimVerdict,
+    Tested,
+    Verdict,
+    distance_to_decision,
+    verdicts,
+)
 from microclip_lab.evidence.when_to_clip import RULES, cases, forecast
 from microclip_lab.evidence.wording import percent, shown, table
 from microclip_lab.tuned_arms.search import evaluated
@@ -100,20 +107,24 @@ def _state(records: Records, started: Sequence[Study]) -> list[str]:
 
 
 def _without_headroom(records: Records, started: Sequence[Study]) -> list[str]:
-    without = [study.name for study in started if gate(records, study) == "no headroom"]
-    if not without:
-        return []
-    return [
-        "",
-        f"No headroom, so nothing is judged by them: {', '.join(without)}. Even an oracle that "
-        f"leaves the draggers out is not {HEADROOM:.0f} % better there.",
-    ]
+    lines = []
+    for state, words in (
+        ("no headroom", f"Even an oracle that leaves the draggers out is not {HEADROOM:.0f} % "
+         "better there."),
+        ("undecided", "Whether an oracle that leaves the draggers out is "
+         f"{HEADROOM:.0f} % better there stayed open."),
+    ):  # fmt: skip
+        without = [study.name for study in started if gate(records, study) == state]
+        if without:
+            lines += ["", f"Nothing is judged by {', '.join(without)}. {words}"]
+    return lines
 
 
 # ---- verdicts
 
 SAID: dict[Verdict, str] = {
     "holds": "holds on",
+    "smaller": SMALLER,
     "refuted": "refuted on",
     "undecided": "undecided on",
     "no headroom": "no headroom on",
@@ -123,8 +134,8 @@ SAID: dict[Verdict, str] = {
 def _verdicts(found: Sequence[ClaimVerdict]) -> list[str]:
     lines = ["", "## Verdicts in plain words", ""]
     lines.append(
-        "The paper's claims first, then ours. *Refuted* means: the effect, if any, is less than "
-        "half of what the paper reports."
+        "The paper's claims first, then ours. *Refuted* means: no effect was seen, and if there is "
+        "one it is less than half of what the paper reports."
     )
     for who, heading in (("the paper", "The paper's claims:"), ("us", "Our claims:")):
         lines += ["", heading, ""]
@@ -191,7 +202,8 @@ def _undecided(
                 continue
             if outcome_of(records, study, arm) == "undecided":
                 looks = len(study.looks)
-                needed = seeds_needed(interval.deviation, 2 * study.margin, looks)
+                distance = distance_to_decision(abs(interval.mean), "above", study.margin)
+                needed = seeds_needed(interval.deviation, distance, looks)
                 what = f"{study.name}: {ARMS[arm].title} against plain"
                 rows[what] = _cost(records, study, interval, needed)
     if not rows:
@@ -200,12 +212,11 @@ def _undecided(
         "",
         "## What stayed undecided, and what it would take",
         "",
-        "Seeds so far, and about how many would show an effect as large as the paper's with a "
-        f"chance of {percent(POWER)}. The plan fixed its last look beforehand (8 to 64 seeds), so "
-        "that nobody can add seeds until they like the result; what is open after it stays open. "
-        "The core-hours are for plain training and one arm, without tuning. Where fewer seeds "
-        "would have been enough than there are, the effect is smaller than the paper's, but not "
-        "clearly less than half of it.",
+        "Seeds so far, and about how many would decide it with a chance of "
+        f"{percent(POWER)}, if the effect is as large as it looks. The plan fixed its last look "
+        "beforehand (8 to 64 seeds), so that nobody can add seeds until they like the result; "
+        "what is open after it stays open. "
+        "The core-hours are for plain training and one arm, without tuning.",
         "",
         *table(("what", "seeds", "needed", "core-hours"), [(k, *v) for k, v in rows.items()]),
     ]

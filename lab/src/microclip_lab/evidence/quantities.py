@@ -29,6 +29,9 @@ class Quantity(Protocol):
     def words(self, records: Records, study: Study) -> str:
         """Return what is measured."""
 
+    def arms_of(self, records: Records, study: Study) -> frozenset[str]:
+        """Return the arms of which more seeds would narrow the interval."""
+
     @property
     def unit(self) -> str:
         """What it is measured in."""
@@ -47,6 +50,10 @@ class Effect:
         """Return the relative effect at the last step."""
         runs = evaluated(records, study, self.base), evaluated(records, study, self.arm)
         return compared(*runs, study.looks, self._error if self.domains else last_error)[0]
+
+    def arms_of(self, records: Records, study: Study) -> frozenset[str]:
+        """Return both arms."""
+        return frozenset({self.arm, self.base} - {PLAIN})
 
     def _error(self, record: Record) -> float:
         places = [vader.DOMAINS.index(domain) for domain in self.domains]
@@ -76,6 +83,11 @@ class BestSize:
         arm = self._chosen(records, study)
         return None if arm is None else Effect(arm).of(records, study)
 
+    def arms_of(self, records: Records, study: Study) -> frozenset[str]:
+        """Return the arm that was chosen."""
+        arm = self._chosen(records, study)
+        return frozenset() if arm is None else frozenset({arm})
+
     def words(self, records: Records, study: Study) -> str:
         """Return what is measured."""
         arm = self._chosen(records, study)
@@ -102,6 +114,10 @@ class Seen:
         ]
         return interval(values)
 
+    def arms_of(self, records: Records, study: Study) -> frozenset[str]:
+        """Return none: gradients are looked at in the first seeds only."""
+        return frozenset()
+
     def words(self, records: Records, study: Study) -> str:
         """Return what is measured."""
         said = {
@@ -122,6 +138,10 @@ class Memorized:
     def of(self, records: Records, study: Study) -> Interval | None:
         """Return the rise in points."""
         return _paired(records, study, self.arm, lambda run: run.notes["dragger_error"])
+
+    def arms_of(self, records: Records, study: Study) -> frozenset[str]:
+        """Return the arm."""
+        return frozenset({self.arm})
 
     def words(self, records: Records, study: Study) -> str:
         """Return what is measured."""
@@ -147,6 +167,10 @@ class Speed:
             level = plain[0] + LEVEL * (plain[-1] - plain[0])
             values.append(math.log2(_reaches(plain, level) / _reaches(other, level)))
         return interval(values, len(study.looks))
+
+    def arms_of(self, records: Records, study: Study) -> frozenset[str]:
+        """Return the arm."""
+        return frozenset({self.arm})
 
     def words(self, records: Records, study: Study) -> str:
         """Return what is measured."""
@@ -186,6 +210,10 @@ class Slope:
             if "end/ratio" in run.notes and len(pairs) == len(sizes):
                 values.append(statistics.linear_regression(*zip(*pairs, strict=True)).slope)
         return interval(values)
+
+    def arms_of(self, records: Records, study: Study) -> frozenset[str]:
+        """Return none: norms are looked at in the first seeds only."""
+        return frozenset()
 
     def words(self, records: Records, study: Study) -> str:
         """Return what is measured."""

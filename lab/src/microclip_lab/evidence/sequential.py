@@ -64,9 +64,16 @@ def relative(base: Sequence[float], other: Sequence[float], looks: int = 1) -> I
     >>> found = relative([10.0, 20.0], [9.0, 18.0])  # exactly a tenth less, whatever the seed
     >>> round(found.mean, 9), round(found.high - found.low, 9)
     (10.0, 0.0)
+
+    A run that diverged has no error; an arm with one is as bad as can be.
+
+    >>> relative([10.0, 20.0], [9.0, math.inf]).high
+    -inf
     """
-    if len(base) < 2 or not all(map(math.isfinite, (*base, *other))):
+    if len(base) < 2 or not all(map(math.isfinite, base)):
         return None
+    if not all(map(math.isfinite, other)):
+        return Interval(-math.inf, -math.inf, -math.inf, len(base), math.nan)
     mean = statistics.fmean(base)
     if mean <= 0:
         return None

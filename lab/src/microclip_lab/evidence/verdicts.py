@@ -5,14 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from microclip_lab.evidence.catalog import BY_NAME
+from microclip_lab.evidence.catalog import BY_NAME, Study
 from microclip_lab.evidence.claims import CLAIMS, Claim, Expectation, Test
 from microclip_lab.evidence.plan import gate
 from microclip_lab.evidence.quantities import BestSize, Effect
 from microclip_lab.evidence.records import Records
 from microclip_lab.evidence.sequential import Interval, seeds_needed
 
-Verdict = Literal["holds", "refuted", "undecided", "no headroom", "not run"]
+Verdict = Literal["holds", "smaller", "refuted", "undecided", "no headroom", "not run"]
+SMALLER = "real, but less than half as large, on"
 
 
 def decide(found: Interval | None, expects: Expectation, margin: float) -> Verdict:
@@ -24,6 +25,8 @@ def decide(found: Interval | None, expects: Expectation, margin: float) -> Verdi
     'refuted'
     >>> decide(Interval(0, -2, 3, 8, 1), "above", 2.4)
     'undecided'
+    >>> decide(Interval(1, 0.5, 1.5, 8, 1), "above", 2.4)  # there is an effect, but a small one
+    'smaller'
     """
     if found is None:
         return "not run"
@@ -31,12 +34,30 @@ def decide(found: Interval | None, expects: Expectation, margin: float) -> Verdi
     if expects == "below":
         low, high = -high, -low
     if expects in ("above", "below"):
-        return "holds" if low > 0 else "refuted" if high <= margin else "undecided"
+        if low > 0:
+            return "smaller" if high <= margin else "holds"
+        return "refuted" if high <= margin else "undecided"
     if expects == "not below":
         return "holds" if low > -margin else "refuted" if high < -margin else "undecided"
     if -margin < low and high < margin:
         return "holds"
     return "refuted" if low > margin or high < -margin else "undecided"
+
+
+def distance_to_decision(effect: float, expects: Expectation, margin: float) -> float:
+    """Return how far an effect of this size is from where its verdict would change.
+
+    >>> distance_to_decision(2.0, "above", 2.5), distance_to_decision(0.5, "above", 2.5)
+    (2.0, 2.0)
+    >>> distance_to_decision(-1.0, "not below", 2.5), distance_to_decision(1.0, "within", 2.5)
+    (1.5, 1.5)
+    """
+    if expects == "within":
+        return abs(margin - abs(effect))
+    if expects == "not below":
+        return abs(effect + margin)
+    effect = -effect if expects == "below" else effect
+    return max(effect, margin - effect)  # it holds, or it is refuted
 
 
 @dataclass(frozen=True)
@@ -60,7 +81,7 @@ class ClaimVerdict:
     def of_task(self, task: str) -> Verdict:
         """Return the verdict on one task: all tests hold, or one is refuted."""
         own = [tested.verdict for tested in self.tests if tested.test.task == task]
-        for verdict in ("no headroom", "not run", "refuted", "undecided"):
+        for verdict in ("no headroom", "not run", "refuted", "undecided", "smaller"):
             if verdict in own:
                 return verdict
         return "holds"
@@ -73,14 +94,13 @@ class ClaimVerdict:
     @property
     def overall(self) -> str:
         """In plain words: holds, is refuted, or depends on the task."""
-        found = self.by_task.values()
-        held, refuted = sum(v == "holds" for v in found), sum(v == "refuted" for v in found)
-        if held and refuted:
-            return f"depends: holds on {held}, refuted on {refuted}"
-        if held or refuted:
-            said = "holds" if held else "refuted"
-            left = sum(v == "undecided" for v in found)
-            return f"{said} on {held or refuted}" + (f", undecided on {left}" if left else "")
+        found = list(self.by_task.values())
+        said = {"holds": "holds on", "smaller": SMALLER, "refuted": "refuted on"}
+        parts = [f"{words} {found.count(v)}" for v, words in said.items() if v in found]
+        if parts:
+            depends = "depends: " if len(parts) > 1 else ""
+            left = found.count("undecided")
+            return depends + ", ".join(parts) + (f", undecided on {left}" if left else "")
         for verdict in ("undecided", "no headroom"):
             if verdict in found:
                 return verdict
@@ -91,15 +111,27 @@ def tested(records: Records, test: Test) -> Tested:
     """Return what the records say about a test."""
     study = BY_NAME[test.task]
     words = test.quantity.words(records, study)
-    judges_gains = isinstance(test.quantity, Effect | BestSize) and gate(records, study) != "passed"
-    if judges_gains and gate(records, study) == "no headroom":
-        return Tested(test, None, "no headroom", words)
     found = test.quantity.of(records, study)
+    has_none = gate(records, study) in ("no headroom", "undecided")
+    if has_none and (found is None or isinstance(test.quantity, Effect | BestSize)):
+        return Tested(test, None, "no headroom", words)
     verdict = decide(found, test.expects, test.margin)
     needed = None
-    if verdict == "undecided" and found is not None and test.margin:
-        needed = seeds_needed(found.deviation, 2 * test.margin, len(study.looks))
+    if verdict == "undecided" and found is not None:
+        distance = distance_to_decision(found.mean, test.expects, test.margin)
+        needed = seeds_needed(found.deviation, distance, len(study.looks))
     return Tested(test, found, verdict, words, needed)
+
+
+def open_arms(records: Records, study: Study) -> frozenset[str]:
+    """Return the arms of a study of which more seeds may decide a claim."""
+    return frozenset(
+        arm
+        for claim in CLAIMS
+        for test in claim.tests
+        if test.task == study.name and tested(records, test).verdict == "undecided"
+        for arm in test.quantity.arms_of(records, study)
+    )
 
 
 def verdicts(records: Records) -> list[ClaimVerdict]:

@@ -75,7 +75,9 @@ def cases(records: Records, outside: dirty_records.Records) -> list[Case]:
     found = []
     for study in STUDIES:
         figures = figures_of(list(evaluated(records, study, PLAIN).values()))
-        if figures is None or study.half == "none" or gate(records, study) == "no headroom":
+        if figures is None or study.half == "none":
+            continue
+        if gate(records, study) in ("no headroom", "undecided"):
             continue
         for arm in RULES:
             if arm in study.arms:
