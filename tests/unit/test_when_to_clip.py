@@ -7,10 +7,12 @@ import pytest
 import torch
 
 import microclip
+from microclip import rules
 from microclip.probing import advice
 from microclip.probing.forecast import RISE, SMALLEST, TOP_TENTH, Forecast, Thumb, described
 from microclip.probing.inequality import inequality, smallest_over_mean, top_tenth_share
 from microclip.probing.thresholds import BY_KIND, FORECASTS
+from microclip.report.write import read_findings
 
 GOOD = Forecast("MinNorm", Thumb(SMALLEST, 0.1, 0.2), 6, 20, 15, "gain", 11, 0.04)
 
@@ -73,9 +75,56 @@ def test_every_published_forecast_can_be_put_into_words():
     figures = {TOP_TENTH: 0.5, SMALLEST: 0.2, RISE: 0.1}
     found = advice.suggestions(figures)
     assert found[0] == described(figures)
-    assert len(found) == len(FORECASTS) + 1 + (not advice.is_trusted())
-    assert advice.is_trusted() == any(each.beats_guessing for each in FORECASTS)
+    assert len(found) == (1 + len(FORECASTS) if advice.is_trusted() else 2)
     assert len(advice.by_kind()) == len(BY_KIND) >= 6
+
+
+def test_forecasts_that_do_not_beat_guessing_point_to_the_table_by_kind():
+    figures = {SMALLEST: 0.3}
+    assert "expect a gain" in advice.suggestions(figures, [GOOD])[1]
+    worse = dataclasses.replace(GOOD, right=8)
+    for forecasts, why in (
+        ([worse], 'MinNorm right on 8 of 20 (always saying "gain": 11)'),
+        ([Forecast("Unit", None, 3)], "too few tasks"),
+    ):
+        _, said = advice.suggestions(figures, forecasts)
+        assert why in said
+        assert "expect" not in said
+        assert said.endswith("Go by your kind of data instead: docs/when-to-use.md.")
+
+
+@pytest.mark.parametrize(("b", "told"), [(4, "smallest micro-batch norm"), (1, "top tenth")])
+def test_a_report_says_what_the_norms_of_its_ledger_suggest(b, told, tmp_path):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 1)
+    x = torch.randn(64, 3)
+    with microclip.Ledger(tmp_path / "ledger") as ledger:
+        clipper = microclip.Clipper(model, microbatch_size=b, rule=rules.Keep(), ledger=ledger)
+        outcomes = [
+            clipper.backward(lambda rows: model(x[rows]).squeeze(1).square(), rows, ids=rows)
+            for rows in 4 * torch.arange(64).split(16)
+        ]
+    summary = read_findings([tmp_path / "ledger"]).summary
+    (said,) = [line for line in summary if line.startswith("A quarter into the run: ")]
+    assert told in said
+    assert suggestions_end(said)
+    if b == 4:
+        norms = outcomes[4].norms  # the weights do not change, nor do batches from epoch to epoch
+        assert f"is {float(norms.min() / norms.mean()):.2f} of the mean" in said
+
+
+def suggestions_end(said):
+    return said.endswith(advice.suggestions({})[-1]) or "Forecasts were fitted" in said
+
+
+def test_other_sizes_say_nothing(tmp_path):
+    model = torch.nn.Linear(3, 1)
+    with microclip.Ledger(tmp_path / "ledger") as ledger:
+        clipper = microclip.Clipper(model, microbatch_size=2, ledger=ledger)
+        for rows in torch.randn(8, 8, 3):
+            clipper.backward(lambda x: model(x).squeeze(1).square(), rows, ids=range(8))
+    summary = read_findings([tmp_path / "ledger"]).summary
+    assert not [line for line in summary if "quarter into the run" in line]
 
 
 def test_repeated_probes_know_how_the_share_rose():

@@ -160,7 +160,8 @@ class Probe:
             f"{len(self)} examples, steps of B = {self.batch_size} judged by {self.held_out} "
             f"others{rule}; plain: cos {self.plain_alignment:.3f}, eff {self.plain_efficiency:.3g}"
         )
-        first = [*self.suggestions, WHERE] if self.figures else []
+        first = self.suggestions if self.figures else []
+        first += [WHERE] if is_trusted() else []
         kinds = [] if is_trusted() else ["By kind of data:", *(f"  {line}" for line in by_kind())]
         return "\n".join([*first, title, *_aligned(table), self.sentence, *self.notes, *kinds])
 

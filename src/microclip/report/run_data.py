@@ -27,6 +27,7 @@ from microclip.draggers.source import IdIndex, Source, column, whole_steps
 from microclip.draggers.statistics import LITTLE
 from microclip.issues import Issues, find_issues
 from microclip.ledger import Record, open_ledger
+from microclip.probing.forecast import SMALLEST, TOP_TENTH
 from microclip.report.folder import EXAMPLES, FILE_CHECKSUM
 from microclip.report.runs import Run, count_lines, is_being_written, lines, parsed
 
@@ -165,6 +166,8 @@ class Timeline:
     not_finite: int = 0  # micro-batches with a gradient that was not
     mean_weight: float | None = None  # of the average example
     has_norms: bool = False  # plain training may be recorded without
+    smallest: Line = field(default_factory=list)  # smallest over mean norm, averaged over steps
+    top_tenth: Line = field(default_factory=list)  # its share of the squared norms
 
 
 def read_timeline(ledger: Path) -> Timeline:
@@ -182,6 +185,8 @@ def read_timeline(ledger: Path) -> Timeline:
             for quantile, found in zip(QUANTILES, _quantiles(values), strict=True):
                 curves[quantile].append(found)
         timeline.bound.append(_quantiles(bounds)[2])
+        timeline.smallest.append(_smallest_over_mean(steps, norms))
+        timeline.top_tenth.append(_top_tenth(norms))
         timeline.loss.append(_mean(_numbers(stretch, "loss"), sizes))
         timeline.recorded += len(np.unique(steps))
         timeline.microbatches += len(steps)
@@ -226,6 +231,25 @@ def _quantiles(values: Values) -> Line:
         return [None] * len(QUANTILES)
     found: Line = np.quantile(known, QUANTILES).tolist()
     return found
+
+
+def _smallest_over_mean(steps: npt.NDArray[Any], norms: Values) -> float | None:
+    """Return the smallest over the mean norm of a step, averaged; None without norms to compare."""
+    starts = np.flatnonzero(np.diff(steps, prepend=steps[0] - 1))  # steps are sorted
+    counts = np.diff(np.append(starts, len(steps)))
+    with np.errstate(invalid="ignore", divide="ignore"):
+        ratios = np.minimum.reduceat(norms, starts) / (np.add.reduceat(norms, starts) / counts)
+    known = ratios[np.isfinite(ratios) & (counts > 1)]
+    return float(known.mean()) if len(known) else None
+
+
+def _top_tenth(norms: Values) -> float | None:
+    """Return the share of the squared norms that the top tenth of them holds."""
+    energy = np.sort(np.square(norms[np.isfinite(norms)]))[::-1]
+    total = energy.sum()
+    if len(energy) < 10 or not total > 0:
+        return None
+    return float(energy[: len(energy) // 10].sum() / total)
 
 
 def _mean(values: Values, sizes: npt.NDArray[Any]) -> float | None:
@@ -329,6 +353,23 @@ class RunData:
             return not self.is_plain
         rule = self.run.example_rule
         return rule is not None and rule.clip is not None
+
+    @property
+    def figures(self) -> dict[str, float]:
+        """How unequal gradients were after a quarter of the steps, as far as the norms tell.
+
+        Micro-batches of four give the smallest over the mean norm, those of one the top tenth's
+        share of the energy; other sizes give neither.
+        """
+        timeline = self.timeline
+        source = {4: (SMALLEST, timeline.smallest), 1: (TOP_TENTH, timeline.top_tenth)}
+        if timeline.largest not in source or not timeline.steps:
+            return {}
+        name, line = source[timeline.largest]
+        wanted = timeline.first + (timeline.last - timeline.first) / 4
+        place = min(range(len(line)), key=lambda i: abs(timeline.steps[i] - wanted))
+        value = line[place]
+        return {} if value is None else {name: value}
 
     @property
     def measure(self) -> str:

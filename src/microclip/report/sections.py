@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from microclip.probing.advice import is_trusted, suggestions
 from microclip.report import figures
 from microclip.report.blocks import Block, Cell, Figure, Paragraph, Section, Table
 from microclip.report.comparison import (
@@ -40,6 +41,7 @@ def summary(
     for data in all_data:
         found.append(_ledger_sentence(data, len(runs) > 1))
         found += _wrong_labels(data)
+        found += _when_to_clip(data, len(runs) > 1)
     return found or [
         f"{_count(len(runs), 'run')}. There is nothing to compare yet: a run with another "
         "micro-batch size would show what clipping does, and a ledger to which examples."
@@ -288,6 +290,18 @@ def _ledger_sentence(data: RunData, several: bool) -> str:
         f"{len(data.draggers):,} examples."
     )
     return text + domain_sentence(data, "Held back most")
+
+
+def _when_to_clip(data: RunData, several: bool) -> list[str]:
+    """Return what the norms suggest about clipping, a quarter into the run, if they are known."""
+    known = data.figures
+    if not known:
+        return []
+    start = f"{shortened(data.run.name)}, a" if several else "A"
+    text = f"{start} quarter into the run: {' '.join(suggestions(known))}"
+    if data.is_clipped and is_trusted():
+        text += " Forecasts were fitted to plain training, and this run was clipped."
+    return [text]
 
 
 def _comparison_table(comparison: Comparison, key: str) -> Table:

@@ -90,9 +90,9 @@ def scores_of(records: Mapping[Job, AnyRecord], task: Searched, arm: str) -> dic
     """Return the mean validation metric of every k that was run with all tuning seeds."""
     found = {}
     for k in range(LOWEST, HIGHEST + 1):
-        runs = [records.get(Job(task.name, arm, "tune", rate_of(k), s)) for s in task.tuning_seeds]
-        values = [run.last_validation for run in runs if run is not None]
-        if len(values) == len(task.tuning_seeds):
+        jobs = [Job(task.name, arm, "tune", rate_of(k), seed) for seed in task.tuning_seeds]
+        if all(job in records for job in jobs):
+            values = [records[job].last_validation for job in jobs]
             found[k] = statistics.fmean(values) if min(values) > -math.inf else -math.inf
     return found
 
@@ -101,7 +101,17 @@ def start_of(records: Mapping[Job, AnyRecord], task: Searched, arm: str) -> int 
     """Return the k at which an arm's search starts; None until plain training is tuned."""
     if arm == PLAIN:
         return task.start
-    return tuned(records, task, PLAIN).k if is_tuned(records, task, PLAIN) else None
+    found = _searched(records, task, PLAIN)
+    return None if found is None else found.k
+
+
+def _searched(records: Mapping[Job, AnyRecord], task: Searched, arm: str) -> Tuned | None:
+    """Return the rate that was found; None while the search goes on."""
+    start = start_of(records, task, arm)
+    if start is None:
+        return None
+    scores = scores_of(records, task, arm)
+    return None if next_rates(scores, start) else Tuned(best_of(scores, start), scores)
 
 
 def next_jobs(records: Mapping[Job, AnyRecord], task: Searched, arm: str) -> list[Job]:
@@ -118,20 +128,20 @@ def next_jobs(records: Mapping[Job, AnyRecord], task: Searched, arm: str) -> lis
 
 def is_tuned(records: Mapping[Job, AnyRecord], task: Searched, arm: str) -> bool:
     """Return whether an arm's search is over."""
-    start = start_of(records, task, arm)
-    return start is not None and not next_rates(scores_of(records, task, arm), start)
+    return _searched(records, task, arm) is not None
 
 
 def tuned(records: Mapping[Job, AnyRecord], task: Searched, arm: str) -> Tuned:
     """Return the learning rate of an arm whose search is over."""
-    scores, start = scores_of(records, task, arm), start_of(records, task, arm)
-    assert start is not None, "plain training is tuned first"
-    return Tuned(best_of(scores, start), scores)
+    found = _searched(records, task, arm)
+    assert found is not None, f"{task.name}, {arm}: its search is not over"
+    return found
 
 
 def plain_rate(records: Mapping[Job, AnyRecord], task: Searched) -> float | None:
     """Return the tuned rate of plain training, if there is one yet."""
-    return tuned(records, task, PLAIN).rate if is_tuned(records, task, PLAIN) else None
+    found = _searched(records, task, PLAIN)
+    return None if found is None else found.rate
 
 
 def evaluated(
@@ -143,8 +153,9 @@ def evaluated(
 ) -> dict[int, R]:
     """Return the evaluation runs of an arm at its tuned rate, or another one, by seed."""
     if rate is None:
-        if not is_tuned(records, task, arm):
+        found = _searched(records, task, arm)
+        if found is None:
             return {}
-        rate = tuned(records, task, arm).rate
+        rate = found.rate
     jobs = {s: Job(task.name, arm, "evaluate", rate, s) for s in EVALUATION_SEEDS[:seeds]}
     return {seed: records[job] for seed, job in jobs.items() if job in records}
