@@ -34,8 +34,7 @@ class IssuesConfig:
     parquet: Path | None = None
     """Write the same table here, as Parquet."""
     keep: Path | None = None
-    """Write the ids of examples that are not flagged here: one per line, or a JSON list if the name
-    ends in .json."""
+    """Write the ids of all other examples here: one per line, or as JSON if it ends in .json."""
     top: int = 20
     """How many flagged examples to print."""
     threshold: float = 0.5

@@ -17,7 +17,8 @@ class SpikesConfig:
     """Find steps whose loss or gradient stands out, and the rows behind them.
 
     A run is the folder of a microclip.Ledger, or one written by microclip.report.RunFolder. Losses
-    of examples say which row had the loss, norms of micro-batches which had the gradient.
+    of examples show which row had the high loss; norms of micro-batches, which had the large
+    gradient.
 
     The worst:  microclip spikes runs/first
 

@@ -21,7 +21,7 @@ class TrackConfig:
 
     For `tensorboard --logdir runs`:  microclip track runs/first --to tensorboard
 
-    Where wandb, MLflow and Trackio send it, their own settings say: WANDB_MODE,
+    wandb, MLflow and Trackio send it where their own settings say: WANDB_MODE,
     MLFLOW_TRACKING_URI, TRACKIO_DIR.
     """
 
