@@ -94,6 +94,7 @@ def test_no_file_of_a_run_is_a_pickle(run):
     ]
 
 
+@pytest.mark.sample(3)  # every damage, every file
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("damage", ["flip", "cut", "empty", "missing", "swapped"])
 def test_damage_is_named_and_the_checkpoint_before_offered(run, name, damage):

@@ -68,7 +68,9 @@ def both(one, other):
     return [(found[name], wanted[name]) for name in wanted]
 
 
-@pytest.mark.parametrize("rule", ["loss-history", "LossHistory(clip=Unit)"])
+@pytest.mark.parametrize(
+    "rule", [pytest.param("loss-history", marks=pytest.mark.full), "LossHistory(clip=Unit)"]
+)
 @pytest.mark.parametrize(
     "stop", [pytest.param(9, marks=pytest.mark.full), 50, pytest.param(100, marks=pytest.mark.full)]
 )

@@ -123,7 +123,7 @@ def test_killed_and_taken_up_by_two_workers_it_comes_to_the_same(whole, tmp_path
     assert not list((out / WORK / "runs").rglob("*.safetensors"))
 
 
-@pytest.mark.parametrize("step", [STEPS // 2, STEPS])
+@pytest.mark.parametrize("step", [STEPS // 2, pytest.param(STEPS, marks=pytest.mark.full)])
 def test_interrupted_it_goes_on_from_a_checkpoint(whole, tmp_path, monkeypatch, step):
     out, left = tmp_path / "reproduction", [BEFORE + step]
 

@@ -38,6 +38,7 @@ def test_the_file_for_programs_has_the_verdicts_of_the_records(study, records):
     assert verdicts == {j.claim.id: (j.verdict, j.sentence) for j in judge(study, records)}
 
 
+@pytest.mark.full
 def test_the_document_is_that_of_the_records(study, records, tmp_path):
     page, results = (tmp_path / "results" / name for name in (FILE, "results.json"))
     path = tmp_path / "docs" / "reproduction.md"

@@ -145,6 +145,7 @@ class TestOneStep:
 
 
 class TestTrainings:
+    @pytest.mark.full
     def test_no_corrected_bound_is_violated(self):
         """Random constants, noises, sizes: what each theorem bounds stays below its bound."""
         draw, seen, tightest = random.Random(2), {}, 0.0

@@ -31,7 +31,7 @@ def gradient(model):
     return [p.grad for p in model.parameters()]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("model", zoo.MODELS)
 @pytest.mark.parametrize("rule", ["MinNorm()", "Median(rescale=False)"])
 def test_exact_whatever_it_chooses(model, rule):

@@ -34,7 +34,7 @@ def test_all_examples_are_here():
     assert {path.stem for path in FOLDER.glob("*.py")} == set(SHORT)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(5)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", SHORT)
 def test_one_microbatch_is_plain_training(name):
@@ -46,7 +46,7 @@ def test_one_microbatch_is_plain_training(name):
     assert clipped == pytest.approx(plain, rel=1e-6)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(5)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", SHORT)
 def test_clipping_trains(name, capsys):

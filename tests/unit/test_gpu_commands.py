@@ -38,6 +38,7 @@ def test_the_benchmark_says_that_there_is_none(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.full
 def test_the_benchmark_writes_a_file_that_can_be_sent(tmp_path):
     output = tmp_path / "found.md"
     options = "--device", "cpu", "--quick", "--output", output
