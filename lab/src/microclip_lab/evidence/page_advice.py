@@ -14,7 +14,7 @@ from microclip_lab.evidence.by_kind import ADVISED, NAMES, Decision
 from microclip_lab.evidence.catalog import Study
 from microclip_lab.evidence.plan import effect, outcome_of
 from microclip_lab.evidence.records import Records
-from microclip_lab.evidence.when_to_clip import Case
+from microclip_lab.evidence.when_to_clip import Case, commonest
 from microclip_lab.evidence.wording import between, bold, percent, table, whole
 
 # ---- by kind
@@ -37,7 +37,7 @@ def figures_behind(found: Decision) -> str:
         ]
         parts.append(", ".join(own))
     for arm in ADVISED:
-        if arm != found.arm and (told := _clear(found, arm, gains=found.arm is None)):
+        if arm != found.arm and (told := _clear(found, arm)):
             parts.append(f"{NAMES[arm]}: {told}")
     if not parts:
         tasks = ", ".join(f"`{each.task}`" for each in found.known)
@@ -45,13 +45,13 @@ def figures_behind(found: Decision) -> str:
     return ". ".join(parts)
 
 
-def _clear(found: Decision, arm: str, gains: bool) -> str:
-    """Return a rule's clear harms, and its clear gains too if asked for."""
-    wanted = ("gain", "harm") if gains else ("harm",)
+def _clear(found: Decision, arm: str) -> str:
+    """Return a rule's clear harms, and its clear gains where the advised one was not run."""
     return ", ".join(
         f"{whole(each.effects[arm].mean)} `{each.task}`"
         for each in found.known
-        if each.outcomes.get(arm) in wanted
+        if each.outcomes.get(arm) == "harm"
+        or (each.outcomes.get(arm) == "gain" and found.arm not in each.effects)
     )
 
 
@@ -85,7 +85,7 @@ def all_effects(found: Sequence[Decision]) -> list[str]:
         if not each.known:
             continue
         rows = [
-            (f"`{one.task}`", *(bold(one.effects.get(arm)) for arm in ADVISED))
+            (f"`{one.task}`", *(bold(one.effects.get(arm), "") for arm in ADVISED))
             for one in each.known
         ]
         lines += ["", f"**{each.kind.title}**", "", *table(("task", *NAMES.values()), rows)]
@@ -171,9 +171,24 @@ def cases_tables(known: Sequence[Case], forecasts: Sequence[Forecast]) -> list[s
         rows = []
         for case in own:
             said = "-" if each.thumb is None else str(each.thumb.predicts(case.figures))
-            seen = " (fitted)" if each.thumb is not None and case.half == "fit" else ""
+            seen = "fit" if case.half == "fit" else said
             figures = percent(case.figures["top_decile"]), f"{case.figures['min_over_mean_4']:.2f}"
-            rows.append((f"`{case.task}`", *figures, f"{said}{seen}", case.came))
-        headings = ("task", "top tenth", "min / mean", "forecast", "came")
-        lines += ["", f"**{each.rule}, b = 4**", "", *table(headings, rows)]
+            rows.append((case.task, *figures, seen, case.came))
+        headings = ("task", "top 10 %", "min / mean", "said", "came")
+        lines += ["", f"**{each.rule}, b = 4**{_planned(own, each)}", "", *table(headings, rows)]
     return lines
+
+
+def _planned(own: Sequence[Case], found: Forecast) -> str:
+    """Compare as it was planned: with the most common outcome of the tasks to fit on."""
+    fit = [case for case in own if case.half == "fit"]
+    rest = [case for case in own if case.half != "fit"]
+    if found.thumb is None or not rest:
+        return ""
+    usual = commonest(fit)
+    right = sum(case.came == usual for case in rest)
+    return (
+        f": right on {found.right} of {len(rest)}. Always saying the most common outcome of the "
+        f'tasks it was fitted on, "{usual}", is right on {right}; the best constant answer, '
+        f'"{found.guess}", on {found.guess_right}.'
+    )

@@ -44,6 +44,9 @@ def method() -> list[str]:
         "look.",
         "* **Refuted** means that the interval includes 0, or lies on the other side of it, and "
         "ends below half of the effect that the paper reports.",
+        "* **Amended after 15 tasks**, too: an effect that is clearly there, but clearly less than "
+        "half of the paper's, is called so; by the plan it counts as *holds*. A gate that no look "
+        "decided is called undecided, not *no headroom*, and an arm that diverged counts as harm.",
         "* The gate uses plain training's own runs. By simulation, a useless arm on a task that "
         "barely passes is called a gain in up to one case of five; from 10 % headroom on, as "
         "rarely as intended.",

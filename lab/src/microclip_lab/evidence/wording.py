@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from microclip_lab.evidence.sequential import Interval
@@ -24,23 +25,27 @@ def shown(found: Interval | None, unit: str = "%") -> str:
     """
     if found is None:
         return "-"
+    if not math.isfinite(found.mean):
+        return "diverged"
     digits = 3 if unit in ("", "per doubling") else 1 if unit == "%" else 2
     half = (found.high - found.low) / 2
     return f"{found.mean:+.{digits}f} ± {half:.{digits}f} {unit}".rstrip()
 
 
-def bold(found: Interval | None) -> str:
-    """Return the same, bold if the interval excludes 0."""
-    text = shown(found)
+def bold(found: Interval | None, unit: str = " %") -> str:
+    """Return an effect in percent, bold if the interval excludes 0."""
+    text = shown(found).replace(" %", unit)
     return f"**{text}**" if found is not None and (found.low > 0 or found.high < 0) else text
 
 
 def whole(value: float) -> str:
     """Return an effect in whole percent, or with a digit if it is small.
 
-    >>> whole(28.4), whole(-0.42)
-    ('+28 %', '-0.4 %')
+    >>> whole(28.4), whole(-0.42), whole(-math.inf)
+    ('+28 %', '-0.4 %', 'diverged')
     """
+    if not math.isfinite(value):
+        return "diverged"
     return f"{value:+.0f} %" if abs(value) >= 1.5 else f"{value:+.1f} %"
 
 
