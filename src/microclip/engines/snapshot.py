@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from microclip import multitensor
 from microclip.engines.gradients import set_aside
@@ -452,6 +453,9 @@ def _differ(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors differ; NaN equals itself."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return True
+    if is_traceable_wrapper_subclass(one):  # quantized weights, which may not know equal()
+        names, _ = one.__tensor_flatten__()
+        return any(_differ(getattr(one, name), getattr(other, name)) for name in names)
     if torch.equal(one, other):
         return False
     return not bool(((one == other) | ((one != one) & (other != other))).all())

@@ -109,6 +109,20 @@ def linear(tracker: Tracker, func: Any, args: Any, kwargs: Any, result: Any) -> 
     return mixed(tracker, func) if state.axis == x.dim() - 1 else state
 
 
+@rule("bitsandbytes::gemm_4bit")
+def packed_linear(tracker: Tracker, func: Any, args: Any, kwargs: Any, result: Any) -> Any:
+    """A frozen linear layer whose weight is packed into 4 bits; further tensors are its scales."""
+    tensors = [t for value in (*args, *kwargs.values()) for t in tensors_in(value)]
+    states = [tracker.state(tensor) for tensor in tensors]
+    special, done = trivial_state(tracker, func, states)
+    if done:
+        return special
+    state = states[0]
+    if any(each is not None for each in states[1:]) or not isinstance(state, Owned):
+        return mixed(tracker, func)
+    return mixed(tracker, func) if state.axis == args[0].dim() - 1 else state
+
+
 @rule("_grouped_mm", "_scaled_grouped_mm")
 def grouped_mm(tracker: Tracker, func: Any, args: Any, kwargs: Any, result: Any) -> Any:
     """Rows that are each multiplied by one of several matrices; offsets say which."""
