@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import warnings
 from pathlib import Path
 from typing import Any
 
-INSIDE = str(Path(__file__).parent), contextlib.__file__  # the latter calls our context managers
+# the second calls our context managers
+INSIDE = f"{Path(__file__).parent}{os.sep}", contextlib.__file__
 
 
 def warn(message: str | Warning, category: type[Warning] = RuntimeWarning) -> None:
