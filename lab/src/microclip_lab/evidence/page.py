@@ -76,12 +76,14 @@ def page(records: Records, outside: dirty_records.Records) -> str:
         "once, after the first two tasks: each rule has its own, and needs four tasks to fit them. "
         "Tasks without a clear result are not counted. The plan compares with the most common "
         "outcome of the tasks to fit on; the advice goes by the best constant answer, which is "
-        "harder to beat. *fit*: a task that the thresholds were fitted on.",
+        "harder to beat. *fit*: a task that the thresholds were fitted on; *min*: "
+        "the smallest over the mean norm.",
         *cases_tables(known, forecasts),
         "",
         "## Effects by kind of data",
         "",
-        "Less error than tuned plain training, in percent, both rules at b = 4. Tasks in "
+        "Less error than tuned plain training, in percent, both rules at b = 4; *History* is "
+        "`LossHistory`. Tasks in "
         "`results/evidence` have their own section below; the others are those of [the dirty-data "
         "benchmark](dirty-data.md), on which `LossHistory` was developed.",
         *all_effects(decided),

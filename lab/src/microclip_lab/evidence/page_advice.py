@@ -85,10 +85,14 @@ def all_effects(found: Sequence[Decision]) -> list[str]:
         if not each.known:
             continue
         rows = [
-            (f"`{one.task}`", *(bold(one.effects.get(arm), "") for arm in ADVISED))
-            for one in each.known
+            (one.task, *(bold(one.effects.get(arm), "") for arm in ADVISED)) for one in each.known
         ]
-        lines += ["", f"**{each.kind.title}**", "", *table(("task", *NAMES.values()), rows)]
+        lines += [
+            "",
+            f"**{each.kind.title}**",
+            "",
+            *table(("task", "Unit", "MinNorm", "History"), rows),
+        ]
         left = [f"no headroom: {', '.join(each.without_headroom)}"] if each.without_headroom else []
         left += [f"not run: {', '.join(each.not_run)}"] if each.not_run else []
         if left:
@@ -174,7 +178,7 @@ def cases_tables(known: Sequence[Case], forecasts: Sequence[Forecast]) -> list[s
             seen = "fit" if case.half == "fit" else said
             figures = percent(case.figures["top_decile"]), f"{case.figures['min_over_mean_4']:.2f}"
             rows.append((case.task, *figures, seen, case.came))
-        headings = ("task", "top 10 %", "min / mean", "said", "came")
+        headings = ("task", "top 10 %", "min", "said", "came")
         lines += ["", f"**{each.rule}, b = 4**{_planned(own, each)}", "", *table(headings, rows)]
     return lines
 
