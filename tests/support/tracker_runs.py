@@ -139,10 +139,13 @@ def with_trackio(folder, run, track):
 def with_mlflow(folder, run, track):
     import mlflow
 
+    from microclip import Tracker
+
     experiment = mlflow.create_experiment("p", artifact_location=(folder / "artifacts").as_uri())
     with mlflow.start_run(experiment_id=experiment) as started:
         mlflow.log_metric("mine", 1.0, step=7)
         tracked = track(run.path, to=mlflow)
+        Tracker(started, start=12).update(run.path)  # the same table again, in its place
     client = mlflow.MlflowClient()
     names = client.get_run(started.info.run_id).data.metrics
     history = {
@@ -168,6 +171,42 @@ def with_mlflow(folder, run, track):
         "pictures": pictures,
         "without_pandas": json.loads(other.read_text()),
     }
+
+
+class Kept(dict):
+    """A client that keeps the figures of steps."""
+
+    def log_steps(self, steps):
+        for step, figures in steps:
+            assert step not in self, "logged twice"
+            self[step] = figures
+
+    def log_examples(self, step, table):
+        pass
+
+
+def on_a_rank(rank: int, folder: str):
+    """Return what rank 0 has logged of two ranks, what a ledger says later, and when it was."""
+    import torch.distributed as dist
+
+    import microclip
+
+    ledger = microclip.Ledger(folder)
+    for step in range(5):
+        ledger.record([rank, rank + 2], [step + rank, 1.0])
+    live, whole, counts = Kept(), Kept(), []
+    tracker = microclip.Tracker(live)
+    for _ in range(2):
+        dist.barrier()
+        if rank == 0:
+            counts.append(tracker.update(ledger).steps)
+        dist.barrier()
+        ledger.flush()
+    if rank == 0:
+        microclip.track(folder, to=whole)
+    dist.barrier()
+    ledger.close()
+    return dict(live), dict(whole), counts
 
 
 if __name__ == "__main__":

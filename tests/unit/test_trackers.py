@@ -4,6 +4,7 @@ import json
 import math
 import subprocess
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,8 @@ from microclip.ledger import open_ledger
 from microclip.trackers.clients import client_for, started
 from microclip.trackers.figures import of_outcome, plain_name
 
-from ledgers import Row, write
+import processes
+from ledgers import Row, outcome, write
 
 pytest.importorskip("tensorboard")
 SHOWN = ["id", "flagged", "probability", "kind", "given_label", "suggested_label"]
@@ -245,6 +247,7 @@ def test_only_what_is_new(tmp_path):
     assert sorted(memory.steps) == [0, 2, 4, 6, 8, 10]
     assert tracker.update(ledger, examples=False).steps == 0
     assert sorted(memory.tables) == [3, 7, 11]
+    assert tracker.update(ledger).examples == 0  # the same table is not logged twice
     assert memory.tables[3].columns[:2] == ["id", "score"]  # one epoch is no history
     assert "seen only once" in memory.tables[3].notes[0]
     assert memory.tables[7].columns[:3] == ["id", "flagged", "probability"]
@@ -267,6 +270,60 @@ def test_ranks_that_lag_behind(tmp_path):
     assert tracked.notes == ("Steps 3 to 4 are not logged yet: some ranks lag behind.",)
     assert {each["microclip/loss"] for each in memory.steps.values()} == {3.0}  # of both
     assert tracker.update(tmp_path / "ledger", examples=False, whole=True).steps == 2
+
+
+def test_ranks_that_have_written_nothing(tmp_path):
+    """How many ranks there are, their parts say."""
+    memory, folder = Memory(), tmp_path / "ledger"
+    tracker = microclip.Tracker(memory)
+
+    def record(rank, world, loss, steps):
+        with as_rank(rank, world), microclip.Ledger(folder) as ledger:
+            for step in steps:
+                ledger.record(outcome(step, [Row([rank], 1.0, loss=loss)]))
+
+    record(0, 2, 1.0, range(5))
+    tracked = tracker.update(folder)
+    assert (tracked.steps, tracked.examples, memory.tables) == (0, 0, {})
+    assert "Steps 0 to 4 are not logged yet: rank 1 of 2 wrote nothing yet." in tracked.notes[0]
+    record(1, 2, 5.0, range(5))
+    assert tracker.update(folder, examples=False).steps == 5
+    assert {each["microclip/loss"] for each in memory.steps.values()} == {3.0}
+    record(0, 1, 1.0, range(5, 8))  # resumed on one rank
+    tracked = tracker.update(folder, examples=False)
+    assert (tracked.steps, tracked.notes) == (3, ())
+
+
+@contextmanager
+def as_rank(rank, world):
+    """Be a rank that does not talk to others."""
+    from torch import distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_rank_that_nobody_expected(tmp_path):
+    tracker = microclip.Tracker(Memory())
+    for rank in (0, 1):
+        with microclip.Ledger(tmp_path / "ledger") as ledger:
+            ledger.record([rank], [1.0], rank=rank)
+        notes = tracker.update(tmp_path / "ledger", examples=False).notes
+    assert "Steps before 1 were logged before rank 1 had written anything" in notes[0]
+
+
+@pytest.mark.full
+def test_two_real_ranks(tmp_path):
+    (live, whole, steps), _ = processes.run(
+        tracker_runs.on_a_rank, 2, tmp_path, str(tmp_path / "ledger")
+    )
+    assert steps == [0, 5]  # nothing before the other rank has written, and nothing is left out
+    assert live == whole
+    assert sorted(live) == list(range(5))
 
 
 def test_ids_that_are_positions_give_no_table(tmp_path):
@@ -305,6 +362,26 @@ def test_show_says_what_examples_contain(tmp_path):
     assert rows[20].text is rows[20].picture is None
     flagged = {one for one, row in rows.items() if row.values["flagged"]}
     assert flagged == set(WRONG)
+
+
+@pytest.mark.parametrize(
+    ("shown", "error"),
+    [
+        (lambda i: i / 0, "ZeroDivisionError"),
+        (lambda i: b"\x89PNG\r\n\x1a\njunk", "cannot identify image file"),
+        (lambda i: 3, "An image must be an array"),
+    ],
+)
+def test_what_cannot_be_shown_costs_no_table(tmp_path, writer, shown, error):
+    run = recorded(tmp_path / "run")
+    lone = {0: "\ud800 text"}
+    tracked = microclip.track(
+        run.ledger, to=writer, most=COUNT, show=lambda i: shown(i) if i == 10 else lone.get(i)
+    )
+    assert tracked.examples == COUNT
+    assert "Text or picture of example 10 cannot be shown: " in tracked.notes[-1]
+    assert error in tracked.notes[-1]
+    assert "ud800 text" in shown_text(read_back(writer))
 
 
 def test_a_picture_that_leads_elsewhere_is_left_out(tmp_path):
@@ -369,10 +446,13 @@ def test_a_module_without_a_run():
 
 def test_the_command(tmp_path, capsys):
     run = recorded(tmp_path / "run")
+    (run.path / "tensorboard").mkdir()
+    (run.path / "tensorboard" / "mine").touch()
     for _ in range(2):  # the second replaces the first
         assert main(["track", str(run.path), "--most", "5"]) == 0
     assert capsys.readouterr().out == "36 steps and 5 examples were logged to tensorboard.\n" * 2
-    assert len(list(Path(run.path / "tensorboard").glob("events*"))) == 2
+    assert len(list(Path(run.path / "tensorboard").glob("events*"))) == 1
+    assert (run.path / "tensorboard" / "mine").exists()
     with pytest.raises(SystemExit, match="every must be an integer of at least 1, but got 0"):
         main(["track", str(run.path), "--every", "0"])
     assert main(["track", str(tmp_path / "nowhere")]) == 1

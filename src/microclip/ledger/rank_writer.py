@@ -77,6 +77,7 @@ class RankWriter:
         self._waiting: list[Any] = []  # outcomes, or plain steps
         self._plain: bool | None = None  # which of them; None: neither yet
         self.next_step = 0  # of plain training, unless its caller counts
+        self.ranks = 0  # how many there are, this one included; 0: unknown
         self._notes: tuple[str, ...] = ()  # of steps that are not recorded
         self._rows = 0
         self._due = self._next_due()
@@ -207,7 +208,7 @@ class RankWriter:
         after = "" if self._written < 0 else self._written
         for table in reversed(TABLES):  # micro-batches last: they complete the part
             if table in found:
-                self._put(table, part, with_metadata(found[table], after=after))
+                self._put(table, part, with_metadata(found[table], after=after, ranks=self.ranks))
         self._written = part.last
 
     def _put(self, table: str, part: Part, rows: pa.Table) -> None:

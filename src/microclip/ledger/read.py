@@ -28,6 +28,7 @@ from microclip.ledger.tables import (
     EXAMPLES,
     IDS,
     MICROBATCHES,
+    RANKS,
     SCHEMAS,
     TABLES,
     WITH_EXAMPLES,
@@ -97,6 +98,7 @@ class Record:
         # all ranks say the same
         self.notes = tuple(sorted({text: (step, text) for step, text in reversed(said)}.values()))
         self._last_steps = {part.place: footer.last for part, footer in footers.items()}
+        self._worlds = {p.place: int(f.metadata.get(RANKS, b"0")) for p, f in footers.items()}
         self._expect_no_gaps({part: footer.metadata for part, footer in footers.items()})
 
     def __repr__(self) -> str:
@@ -113,6 +115,33 @@ class Record:
     def ranks(self) -> tuple[int, ...]:
         """The ranks that have recorded something."""
         return tuple(sorted({part.rank for part in self._parts[MICROBATCHES]}))
+
+    @property
+    def world(self) -> int:
+        """How many ranks there were when the last step was written; 0 if it does not say."""
+        newest = max(self._parts[MICROBATCHES], key=lambda part: self._last_steps[part.place])
+        return self._worlds[newest.place]
+
+    @cached_property
+    def complete(self) -> range:
+        """From the first step to the last that every rank has written; ranks write by themselves.
+
+        How many ranks there were, each part says. If it does not, since it is older or `record` was
+        told the rank, they are the ranks that have written anything.
+        """
+        unwritten = dict.fromkeys(range(max(self._worlds.values())), 0)  # the next of each rank
+        spans: dict[int, tuple[int, int]] = {}  # what was written while there were so many ranks
+        for part in self._parts[MICROBATCHES]:
+            last, world = self._last_steps[part.place], self._worlds[part.place]
+            unwritten[part.rank] = max(unwritten.get(part.rank, 0), last + 1)
+            first, before = spans.get(world, (part.first, last))
+            spans[world] = min(first, part.first), max(before, last)
+        stop = self.steps.stop
+        for world, (first, last) in spans.items():
+            for rank in range(world) if world else self.ranks:
+                if unwritten[rank] <= last:
+                    stop = min(stop, max(unwritten[rank], first))
+        return range(self.steps.start, max(stop, self.steps.start))
 
     @property
     def has_examples(self) -> bool:

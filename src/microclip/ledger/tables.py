@@ -64,6 +64,7 @@ IDS = b"microclip.ids"  # "integer" if every id was one, else "string"
 AFTER = b"microclip.after"  # the last step of the part before it; empty for a rank's first part
 WITH_EXAMPLES = b"microclip.examples"  # "yes" if EXAMPLES has a part with the same steps
 CLASSES = b"microclip.classes"  # how many the model tells apart; 0 or nothing: unknown
+RANKS = b"microclip.ranks"  # how many there were; 0 or nothing: unknown
 NOTES = b"microclip.notes"  # JSON, [[step, text], ...]: what a rule that weights examples said
 
 CHECKSUM = b"microclip.crc32"  # of the whole file, with NO_CHECKSUM in the place of this value

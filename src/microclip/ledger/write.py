@@ -291,8 +291,10 @@ class Ledger:
         if writer is None:
             writer = self._writers[rank] = RankWriter(self.path, rank, self._options)
             writer.next_step = self._next_step
-        if rank == 0 and world is not None:
-            self._remove_absent_ranks(world, step)
+        if world is not None:
+            writer.ranks = world
+            if rank == 0:
+                self._remove_absent_ranks(world, step)
         return writer
 
     def flush(self) -> None:

@@ -26,6 +26,7 @@ CLIENTS = ("tensorboard", "wandb", "mlflow", "trackio")
 STEP, WORST = f"{PREFIX}step", f"{PREFIX}worst_examples"
 AT_ONCE = 1000  # metrics that MLflow takes in one call
 MARKDOWN = re.compile(r"([\\`*_{}\[\]()#+\-.!|~])")
+SUFFIX = ".microclip"  # of TensorBoard's files that `started` opens
 BLANK = (1, 1)  # pixels where an example has no picture
 
 
@@ -69,14 +70,19 @@ def started(to: str, project: str, name: str, folder: Path) -> Iterator[Any]:
         to: One of `CLIENTS`.
         project: The project or experiment that the run belongs to.
         name: The name of the run.
-        folder: Where TensorBoard's files go; what an earlier call put there is replaced.
+        folder: Where TensorBoard's files go; those of an earlier call are removed at the end.
     """
     if to not in CLIENTS:
         raise ValueError(f"to must be one of {', '.join(map(repr, CLIENTS))}, but got {to!r}.")
     run: Any
+    earlier: list[Path] = []
     if to == "tensorboard":
         _imported("tensorboard")
-        run = _imported("torch.utils.tensorboard").SummaryWriter(str(folder), purge_step=0)
+        earlier = list(folder.glob(f"*{SUFFIX}"))
+        # purge_step: a TensorBoard that is running has read the earlier files
+        run = _imported("torch.utils.tensorboard").SummaryWriter(
+            str(folder), purge_step=0, filename_suffix=SUFFIX
+        )
         end = run.close
     else:
         module = _imported(to)
@@ -90,6 +96,8 @@ def started(to: str, project: str, name: str, folder: Path) -> Iterator[Any]:
         yield run
     finally:
         end()
+    for file in earlier:
+        file.unlink(missing_ok=True)
 
 
 def _start(module: Any, to: str, project: str, name: str) -> tuple[Any, Callable[[], object]]:
@@ -223,7 +231,6 @@ class _MLflow:
             self._client.log_batch(self._id, metrics=waiting)
 
     def log_examples(self, step: int, table: ExampleTable) -> None:
-        # with the step in its name, since MLflow appends to a table that is there already
         file = f"{WORST}/step-{step:08}.json"
         if find_spec("pandas") is None:  # which MLflow's tables need: the same file, no pictures
             names = [name for name in table.columns if name != "picture"]
@@ -233,6 +240,9 @@ class _MLflow:
         columns = {name: [_value(row, name) for row in table.rows] for name in table.columns}
         if "picture" in columns:
             columns["picture"] = [self._picture(row.picture) for row in table.rows]
+        if any(each.path == file for each in self._client.list_artifacts(self._id, WORST)):
+            # MLflow appends to a table that is there already
+            self._client.log_dict(self._id, {"columns": [], "data": []}, file)
         self._client.log_table(self._id, columns, file)
 
     def _picture(self, content: bytes | None) -> Any:

@@ -7,6 +7,7 @@ They come from `microclip.find_issues`, or, where a record is not enough for tha
 from __future__ import annotations
 
 import base64
+import io
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -83,7 +84,14 @@ def worst_examples(record: Record, most: int, show: Show | None) -> ExampleTable
         return ExampleTable(notes=notes)
     rows = table.slice(0, most).to_pylist()
     show = show or _described(record, table["id"], [row["id"] for row in rows])
-    return ExampleTable([_example(row, show) for row in rows], notes)
+    examples, unshown = [], []
+    for row in rows:
+        try:
+            examples.append(_example(row, show))
+        except Exception as error:  # whatever one picture does, training goes on
+            examples.append(Example(row))
+            unshown.append((row["id"], error))
+    return ExampleTable(examples, (*notes, *_not_shown(unshown)))
 
 
 def _ranked(record: Record) -> tuple[pa.Table | None, tuple[str, ...]]:
@@ -121,8 +129,35 @@ def _example(row: dict[str, Any], show: Show) -> Example:
     if shown is None:
         return Example(row)
     if isinstance(shown, str):
-        return Example(row, text=shown[:LONGEST_TEXT] + "…" * (len(shown) > LONGEST_TEXT))
-    return Example(row, picture=shown if isinstance(shown, bytes) else png(shown))
+        text = shown[:LONGEST_TEXT] + "…" * (len(shown) > LONGEST_TEXT)
+        return Example(row, text=_encodable(text))
+    return Example(row, picture=_decodable(shown if isinstance(shown, bytes) else png(shown)))
+
+
+def _encodable(text: str) -> str:
+    """Return a text with what UTF-8 has no bytes for, lone surrogates, as escapes."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def _decodable(content: bytes) -> bytes:
+    """Return the content of an image file, after decoding it to see that this is possible."""
+    from PIL import Image
+
+    with Image.open(io.BytesIO(content)) as picture:
+        picture.convert("RGB")
+    return content
+
+
+def _not_shown(failed: Sequence[tuple[Any, Exception]]) -> Iterator[str]:
+    """Say which examples are in the table without what they contain."""
+    if not failed:
+        return
+    ids = ", ".join(repr(one) for one, _ in failed[:3]) + ", ..." * (len(failed) > 3)
+    whose = f"example {ids}" if len(failed) == 1 else f"{len(failed)} examples ({ids})"
+    error = failed[0][1]
+    yield _encodable(
+        f"Text or picture of {whose} cannot be shown: {type(error).__name__}: {error!s:.200}"
+    )
 
 
 def _described(record: Record, known: pa.ChunkedArray, shown: Sequence[Any]) -> Show:

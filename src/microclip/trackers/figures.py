@@ -71,11 +71,6 @@ def of_outcome(outcome: Outcome) -> Figures:
     return found
 
 
-def last_complete_step(source: Source) -> int:
-    """Return the last step that every rank has written; ranks write at different times."""
-    return min(max(map(_last, files)) for files in source.microbatches.values())
-
-
 def plain_name(name: str) -> str:
     """Return a figure's name that every tracker accepts; domains may be called anything.
 

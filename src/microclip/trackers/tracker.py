@@ -6,7 +6,7 @@ Knows ledgers and clients; which figures and examples there are is up to the oth
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from microclip.outcome import Outcome
 from microclip.report.runs import find_ledger
 from microclip.trackers.clients import client_for, started
 from microclip.trackers.examples import Show, worst_examples
-from microclip.trackers.figures import Figures, Steps, last_complete_step, of_ledger, of_outcome
+from microclip.trackers.figures import Figures, Steps, of_ledger, of_outcome
 
 PROJECT = "microclip"
 
@@ -78,6 +78,8 @@ class Tracker:
             )
         self._client = client_for(to)
         self._every, self._next, self._most, self._show = every, start, most, show
+        self._ranks: tuple[int, ...] = ()  # that had written when update() last looked
+        self._shown: tuple[int, int] | None = None  # steps and rows when the table was last logged
 
     def log(self, outcome: Outcome) -> None:
         """Log the step that a `Clipper` has just finished, with its noise scale if that is known.
@@ -99,24 +101,34 @@ class Tracker:
         Args:
             ledger: A `Ledger`, its folder or that of its run, or the result of `open_ledger`.
             examples: Whether to log the table. It takes reading the whole ledger.
-            whole: Log all steps there are. By default, only those that all ranks have written.
+            whole: Log all steps there are. By default, only those that all ranks have written, and
+                nothing before each of them has written something.
         """
         record = _open(ledger)
-        source = Source.open(record)
-        there = record.steps.stop - 1
-        last = there if whole else last_complete_step(source)
-        counted = _Counted(of_ledger(source, self._next, last, self._every))
+        last, there = record.complete.stop - 1, record.steps.stop - 1
+        notes = (*self._late(record), *_unfinished(record, whole))
+        if last < record.steps.start and not whole:
+            return Tracked(0, 0, notes)
+        last = there if whole else last
+        counted = _Counted(of_ledger(Source.open(record), self._next, last, self._every))
         self._client.log_steps(iter(counted))
-        notes: tuple[str, ...] = ()
-        if last < there:
-            notes = (f"Steps {last + 1} to {there} are not logged yet: some ranks lag behind.",)
-        self._next = max(self._next, last + 1)
-        if not examples or not self._most:
+        self._next, self._ranks = max(self._next, last + 1), record.ranks
+        if not examples or not self._most or self._shown == (there, record.rows):
             return Tracked(counted.steps, 0, notes)
         table = worst_examples(record, self._most, self._show)
         if table.rows:
             self._client.log_examples(there, table)
+        self._shown = there, record.rows
         return Tracked(counted.steps, len(table.rows), notes + table.notes)
+
+    def _late(self, record: Record) -> Iterator[str]:
+        """Say which ranks have written steps that were logged without them."""
+        new = [rank for rank in record.ranks if self._ranks and rank not in self._ranks]
+        if new and record.steps.start < self._next:
+            yield (
+                f"Steps before {self._next} were logged before {_named(new)} had written anything: "
+                "their figures may lack it. microclip.track() logs them whole, after training."
+            )
 
 
 def track(
@@ -153,6 +165,36 @@ def track(
     run = record.path.parent if inside else record.path
     with started(to, project, name or run.resolve().name, run / "tensorboard") as client:
         return Tracker(client, **options).update(record, whole=True)
+
+
+def _unfinished(record: Record, whole: bool) -> Iterator[str]:
+    """Say which steps some ranks have not written."""
+    last, there = record.complete.stop - 1, record.steps.stop - 1
+    if last == there:
+        return
+    steps = f"Steps {max(last + 1, record.steps.start)} to {there}"
+    absent = [rank for rank in range(record.world) if rank not in record.ranks]
+    who = (
+        f"{_named(absent)} of {record.world} wrote nothing yet"
+        if absent
+        else "some ranks lag behind"
+    )
+    if whole:
+        yield f"{steps} are not complete: {who}."
+    elif absent:
+        yield (
+            f"{steps} are not logged yet: {who}. A rank writes with flush() and as often as the "
+            "Ledger's flush_every and flush_seconds say; whole=True does not wait for those that "
+            "record nothing."
+        )
+    else:
+        yield f"{steps} are not logged yet: {who}."
+
+
+def _named(ranks: Sequence[int]) -> str:
+    """Return ranks in words, the first of them if there are many."""
+    shown = ", ".join(map(str, ranks[:3])) + ", ..." * (len(ranks) > 3)
+    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
 
 
 class _Counted:
