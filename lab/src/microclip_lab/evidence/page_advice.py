@@ -114,6 +114,18 @@ def by_rule(records: Records, studies: Sequence[Study]) -> list[str]:
     return lines
 
 
+def counts(records: Records, studies: Sequence[Study], arm: str) -> str:
+    """Return on how many of the plan's tasks a rule gained and harmed."""
+    came = [
+        outcome_of(records, study, arm)
+        for study in studies
+        if arm in study.arms and effect(records, study, arm) is not None
+    ]
+    gains, harms = came.count("gain"), came.count("harm")
+    name = ARMS[arm].title.replace(",", " at")
+    return f"{name} gained on {gains} of the plan's {len(came)} tasks and harmed {harms}"
+
+
 def _came(records: Records, tried: Sequence[Study], arm: str) -> str:
     words = {"gain": "gained", "harm": "harmed", "nothing": "no difference", "undecided": "unclear"}
     parts = []

@@ -22,8 +22,10 @@ from pathlib import Path
 from microclip.probing import Forecast, Thumb
 from microclip_lab.dirty_data import records as dirty_records
 from microclip_lab.evidence.by_kind import Decision, decisions
+from microclip_lab.evidence.catalog import STUDIES
 from microclip_lab.evidence.page import page
-from microclip_lab.evidence.page_advice import forecast_lines, kinds_table, short_list
+from microclip_lab.evidence.page_advice import counts, forecast_lines, kinds_table, short_list
+from microclip_lab.evidence.plan import gate
 from microclip_lab.evidence.records import Records
 from microclip_lab.evidence.when_to_clip import RULES, cases, forecast
 
@@ -50,7 +52,10 @@ def published(records: Records, outside: dirty_records.Records, root: Path) -> d
     guide = _read(root / GUIDE)
     guide = replaced(guide, "by kind", kinds_table(decided), GUIDE)
     guide = replaced(guide, "beforehand", forecast_lines(forecasts), GUIDE)
-    readme = replaced(_read(root / README), "by kind", _for_readme(decided, forecasts), README)
+    judged = [s for s in STUDIES if gate(records, s) in ("passed", "none needed")]
+    by_rule = [counts(records, judged, arm) for arm in ("unit-4", "minnorm-4", "minnorm-1")]
+    lines = [f"{'; '.join(by_rule)}.", "", *_for_readme(decided, forecasts)]
+    readme = replaced(_read(root / README), "by kind", lines, README)
     return {
         THRESHOLDS: thresholds_source(forecasts, decided),
         PAGE: page(records, outside),
