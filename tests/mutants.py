@@ -45,8 +45,8 @@ MUTANTS = {
         "    if labels is None or size:\n        return [(None, range(size))]",
     ),
     "rows that cancel out are believed": (
-        "squares < CANCELLED * own, torch.nan",
-        "squares < 0 * own, torch.nan",
+        "squares.masked_fill_(squares < CANCELLED * own, torch.nan)",
+        "squares.masked_fill_(squares < 0 * own, torch.nan)",
     ),
     "half of the pairs of long sequences are missing": (
         "both.sum((1, 2)) + of_second + squares",
