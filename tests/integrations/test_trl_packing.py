@@ -5,6 +5,7 @@ from itertools import chain
 import datasets
 import pytest
 import torch
+from transformers import TrainerCallback
 from trl import SFTTrainer
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
@@ -223,3 +224,55 @@ def test_a_padding_free_collator_of_your_own():
     for gradient, rows in zip(found.gradients, trl_runs.steps(14, 8), strict=True):
         twin = trl_runs.twin(run, rows, 2, reference.WEIGH["MinNorm()"])
         properties.assert_close(gradient, twin, 1e-5)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("packed", [None, False, True])
+def test_evaluation_is_the_stock_trainers(packed):
+    """Packed as the stock trainer packs it, in the middle of training."""
+    logs = []
+    for clip in (None, {"microbatch_size": 2, "id_column": "id", "domain_column": "place"}):
+        run = trl_runs.trainer(
+            "sft", trl_runs.model("llama"), clip=clip, eval_dataset=trl_runs.data("sft"),
+            eval_strategy="steps", eval_steps=1, logging_steps=1, logging_strategy="steps",
+            eval_packing=packed, **PACKED,
+        )  # fmt: skip
+        run.train()
+        logs.append([entry["eval_loss"] for entry in run.state.log_history if "eval_loss" in entry])
+    assert len(logs[0]) > 1
+    assert logs[1] == pytest.approx(logs[0], rel=1e-6)
+
+
+class Stop(TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_training_stop = state.global_step == 5
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore:LossHistory holds back")
+def test_resuming_gives_the_same_weights(tmp_path):
+    """The rule and its record of packed texts go on where they were."""
+    found = []
+    for folder, calls in ((tmp_path / "whole", [False]), (tmp_path / "parts", [False, True])):
+        for resume in calls:
+            clip = {"rule": rules.LossHistory(total_steps=30), "id_column": "id"}
+            net = trl_runs.model("llama")
+            run = trl_runs.trainer(
+                "sft", net, clip=clip, watch=[Stop()] if len(calls) > 1 and not resume else [],
+                folder=str(folder), learning_rate=0.02, num_train_epochs=10, shuffle_dataset=True,
+                save_strategy="steps", save_steps=5, **PACKED,
+            )  # fmt: skip
+            run.train(resume_from_checkpoint=resume)
+        assert run.state.global_step > 5
+        found.append([p.detach().clone() for p in net.parameters()])
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("whole", [True, False])
+def test_prompts_in_the_loss(whole):
+    """`completion_only_loss`: labels are packed with their texts."""
+    run = check(1, completion_only_loss=not whole, **PACKED)
+    labels = [label for row in run.train_dataset["labels"] for label in row]
+    assert (-100 in labels) == (not whole)

@@ -16,6 +16,8 @@ CELLS: dict[str, tuple[str, int, int | None, str, dict[str, Any]]] = {
     "sft": ("sft", 4, 1, "fused", {}),
     "sft streamed": ("sft", 4, 3, "stream", {}),
     "sft by tokens": ("sft", 4, 2, "auto", {"loss_mean": "step"}),
+    "sft packed": ("sft", 2, 1, "fused", {}),
+    "sft packed, by tokens": ("sft", 2, 2, "stream", {"loss_mean": "step"}),
     "dpo": ("dpo", 4, 1, "fused", {}),
     "dpo streamed": ("dpo", 4, 3, "stream", {}),
     "reward": ("reward", 4, 2, "auto", {}),
@@ -34,7 +36,7 @@ def every(rank: int, world: int, folder: str) -> dict[str, Any]:
         run = trl_runs.trainer(
             stack, trl_runs.model("llama", stack), clip=clip, watch=[watch, Ids(ids)],
             per_device_train_batch_size=size, folder=folder, logging_strategy="steps",
-            logging_steps=1,
+            logging_steps=1, **({"packing": True, "max_length": 24} if "packed" in name else {}),
         )  # fmt: skip
         watch_ids = next(c for c in run.callback_handler.callbacks if isinstance(c, Ids))
         watch_ids.run = run
