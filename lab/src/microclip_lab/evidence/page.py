@@ -140,7 +140,8 @@ def _verdicts(found: Sequence[ClaimVerdict]) -> list[str]:
     lines = ["", "## Verdicts in plain words", ""]
     lines.append(
         "The paper's claims first, then ours. *Refuted* means: no effect was seen, and if there is "
-        "one it is less than half of what the paper reports."
+        "one it is less than half of what the paper reports. *Real, but small*: clearly there, and "
+        "clearly less than that half, or than the margin that was set for our own claims."
     )
     for who, heading in (("the paper", "The paper's claims:"), ("us", "Our claims:")):
         lines += ["", heading, ""]

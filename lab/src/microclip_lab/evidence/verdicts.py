@@ -13,7 +13,7 @@ from microclip_lab.evidence.records import Records
 from microclip_lab.evidence.sequential import Interval, seeds_needed
 
 Verdict = Literal["holds", "smaller", "refuted", "undecided", "no headroom", "not run"]
-SMALLER = "real, but less than half as large, on"
+SMALLER = "real, but small, on"
 
 
 def decide(found: Interval | None, expects: Expectation, margin: float) -> Verdict:
