@@ -195,7 +195,13 @@ def run(config: DemoConfig) -> Path:
 
     torch.set_num_threads(1)  # these networks are too small to use more
     console = Console()
-    config.out.mkdir(parents=True, exist_ok=True)  # or say at once that it cannot be
+    try:  # before training
+        config.out.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        raise NotADirectoryError(
+            f"--out must be a folder, new or old, but {config.out} is a file, or inside one. "
+            "Choose another name."
+        ) from error
     runs = config.out / "runs"
     if runs.exists():
         shutil.rmtree(runs)

@@ -86,6 +86,15 @@ def test_the_default_length_is_enough_for_the_rule(tmp_path):
     assert len(right) >= 150  # predictions are on record, although the run was clipped
 
 
+@pytest.mark.parametrize("out", ["file", "file/inside"])
+def test_a_file_instead_of_a_folder_is_refused_before_training(tmp_path, capsys, out):
+    (tmp_path / "file").touch()
+    assert main(["demo", "--out", str(tmp_path / out)]) == 1
+    said = capsys.readouterr()
+    assert f"--out must be a folder, new or old, but {tmp_path / out} is a file" in said.err
+    assert said.out == ""  # no learning rate was tuned
+
+
 @pytest.mark.filterwarnings("ignore:LossHistory holds nothing back:RuntimeWarning")  # too short
 def test_the_demo_ends_with_a_page(tmp_path, capsys):
     assert main(["demo", "--out", str(tmp_path), "--steps", "30", "--seeds", "2"]) == 0

@@ -224,3 +224,15 @@ class TestMistakes:
     def test_names_that_do_not_exist(self):
         with pytest.raises(AttributeError, match="module 'microclip' has no attribute 'leger'"):
             _ = microclip.leger
+
+
+def test_a_path_that_is_not_utf8_is_named(tmp_path):
+    record_steps(tmp_path / "ledger", range(2))
+    os.rename(tmp_path / "ledger", os.fsencode(tmp_path) + b"/led\xff")
+    path = os.fsdecode(os.fsencode(tmp_path) + b"/led\xff")
+    message = r"led\\udcff is not valid UTF-8, .* Rename the folder"
+    for opened in (open_ledger, Ledger):
+        with pytest.raises(ValueError, match=message):
+            opened(path)
+    (tmp_path / "link").symlink_to(path)
+    assert set(steps_of(tmp_path / "link")) == {0, 1}

@@ -344,7 +344,10 @@ class TestTheCommand:
 
     def test_a_file_that_is_not_there(self, tmp_path, capsys):
         assert main(["apply", str(tmp_path / "none.csv")]) == 1
-        assert "none.csv" in capsys.readouterr().err
+        assert "There is no review at " in (said := capsys.readouterr().err)
+        assert "none.csv" in said
+        assert main(["apply", str(tmp_path)]) == 1
+        assert f"A review is a file, but {tmp_path} is a folder." in capsys.readouterr().err
 
 
 class TestThePage:

@@ -257,6 +257,7 @@ class Record:
 
 
 def _expect_ledger(folder: Path) -> None:
+    storage.expect_utf8(folder)
     if not folder.exists():
         raise FileNotFoundError(
             f"There is no ledger at {folder}: the folder does not exist. One is written by "

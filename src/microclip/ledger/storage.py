@@ -46,6 +46,7 @@ def create_ledger(folder: Path, options: dict[str, Any]) -> None:
     """Turn a folder into a ledger unless it is one; several processes may do so at once."""
     from microclip import __version__
 
+    expect_utf8(folder)
     try:
         if not (folder / MANIFEST).exists():
             expect_no_remains(folder)
@@ -93,6 +94,18 @@ def read_manifest(folder: Path) -> dict[str, Any]:
             f"to {VERSION}. Use the version that wrote it ({content.get('microclip')!r})."
         )
     return content
+
+
+def expect_utf8(folder: Path) -> None:
+    """Refuse a folder that pyarrow could not open."""
+    try:
+        str(folder).encode()
+    except UnicodeEncodeError:
+        shown = str(folder).encode("utf-8", "backslashreplace").decode()
+        raise ValueError(
+            f"The path {shown} is not valid UTF-8, which Parquet files need. Rename the folder, or "
+            "pass a path that is valid, such as a symbolic link to it."
+        ) from None
 
 
 def expect_no_remains(folder: Path) -> None:

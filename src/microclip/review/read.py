@@ -84,6 +84,14 @@ def read_review(path: PathLike, run: PathLike | None = None) -> Review:
 
 
 def _entries(path: Path) -> Iterator[Entry]:
+    expected = "Pass the CSV or JSON file that the page of microclip report exports"
+    if path.is_dir():
+        raise IsADirectoryError(
+            f"A review is a file, but {path} is a folder. {expected}; the folder of the run goes "
+            "after --run, or run=."
+        )
+    if not path.exists():
+        raise FileNotFoundError(f"There is no review at {path}. {expected}.")
     try:
         text = path.read_bytes().decode("utf-8-sig")  # spreadsheets put a byte order mark in front
     except UnicodeDecodeError as error:
