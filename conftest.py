@@ -24,17 +24,27 @@ def _calm():
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection():
-    """Leave modules and collected tests out of every later garbage collection.
-
-    They are millions of objects, and Trainers collect garbage in each training.
-    """
+    """Collect no garbage among millions of tests and modules while they come to be."""
     gc.disable()
     try:
         return (yield)
     finally:
         gc.enable()
-        gc.collect()
-        gc.freeze()
+        keep_what_is_alive()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item, nextitem):
+    """After each file: the libraries that it imported stay as well."""
+    yield
+    if nextitem is not None and nextitem.path != item.path:
+        keep_what_is_alive()
+
+
+def keep_what_is_alive():
+    """Leave all objects out of later garbage collections: Trainers ask for several each."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_unconfigure():
