@@ -73,8 +73,8 @@ MUTANTS = {
         "gradient.mul_(1.0)",
     ),
     "the result replaces .grad": (
-        "            parameter.grad.add_(result)\n",
-        "            parameter.grad = result\n",
+        "(torch._foreach_add_, held, added)",
+        "(torch._foreach_copy_, held, added)",
     ),
     "checks of single passes never fail": (
         "if error > allowed and",
@@ -85,8 +85,8 @@ MUTANTS = {
         "return tracker.state(x)",
     ),
     "ranks know only their own norms": (
-        "AllMicrobatches(parts[0], parts[1], keys if",
-        "AllMicrobatches(0 * parts[0] + parts[0][mine].min(), parts[1], keys if",
+        "AllMicrobatches(norms, all_sizes, keys if",
+        "AllMicrobatches(0 * norms + norms[mine].min(), all_sizes, keys if",
     ),
 }
 
