@@ -41,6 +41,22 @@ def test_code_on_the_page_runs(page):
     assert "microclip" in namespace
 
 
+def test_the_first_lines_of_the_readme_run(tmp_path, monkeypatch, capsys):
+    """On the data and with the model of find-bad-data.md, whose result they show."""
+    monkeypatch.chdir(tmp_path)
+    setup = BLOCK.search((ROOT / "docs" / "find-bad-data.md").read_text())[1]
+    diff = re.search(r"^```diff\n(.*?)^```$", PAGES[0].read_text(), re.MULTILINE | re.DOTALL)[1]
+    lines = "".join(f"{line[2:]}\n" for line in diff.splitlines() if not line.startswith("-"))
+    namespace = {"__name__": "__page__"}
+    exec(setup[: setup.index("loader = ")], namespace)
+    exec(f"from torch.nn.functional import cross_entropy\n{lines}", namespace)
+    shown = re.compile(r"Issues\((\d+) of 1797 examples flagged, about (\d+)")
+    said = capsys.readouterr().out
+    printed, promised = (map(int, shown.search(text).groups()) for text in (said, diff))
+    assert list(printed) == pytest.approx(list(promised), abs=8)  # rounding, amplified
+    namespace["ledger"].close()
+
+
 def test_pages_that_promise_code_have_it():
     with_code = {name(page) for page in PAGES if BLOCK.search(page.read_text())}
     promised = ("quickstart", "when-to-use", "semantics", "faq", "writing-a-rule")
