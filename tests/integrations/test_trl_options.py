@@ -391,3 +391,14 @@ def test_a_training_step_of_your_own_is_refused():
 
     with pytest.raises(TypeError, match=r"Mine.training_step would never be called"):
         type("Clipped", (ClippedTrlMixin, Mine), {})
+
+
+def test_a_pair_of_equal_answers_does_not_mix_pairs():
+    """Rounding noise differs between engines; `auto` must not take that for a model that leaks."""
+    rows = [dict(row) for row in trl_runs.data("dpo")]
+    for row in rows[1::2]:
+        row["rejected"] = row["chosen"]
+    data, clip = datasets.Dataset.from_list(rows), {"microbatch_size": 1, "rule": rules.Median()}
+    run = trl_runs.trainer("dpo", trl_runs.model("llama"), clip=clip, examples=data)
+    run.train()  # a warning would be an error
+    assert run.clipper.outcome.engine == "fused"

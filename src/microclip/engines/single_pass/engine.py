@@ -225,7 +225,7 @@ class Fused(Engine):
                 raise MismatchError(
                     "A single pass cannot be checked: the model reads values of several examples "
                     "on the host, so it may mix them, and it draws random numbers that cannot be "
-                    "disabled."
+                    "disabled, or its gradients are mostly rounding errors."
                 )
         except (CannotFuseError, MismatchError, torch.OutOfMemoryError):
             raise
@@ -268,6 +268,7 @@ class Fused(Engine):
         """
         first = max(1, len(rows) // 4) if self.verifier.is_first else 1
         least = TRIES if found.by_place else first
+        conclusive = False
         for tried, row in enumerate(rows[:TRIES], start=1):
             now = Randomness.now(self._devices)
             watch = AutocastWatch(self.model, {device.type for device in self._devices})
@@ -281,20 +282,20 @@ class Fused(Engine):
             suspect = comparison.suspect(autocast.seen)
             if drawn or now.moved(self._devices):
                 return suspect is None  # a difference may come from the random numbers
-            if suspect is not None and not found.is_doubtful:
+            if suspect is not None:
                 alone = partial(self._alone, loss_fn, chunk, row)
                 if rounding_explains(comparison, alone, autocast.seen):
                     continue  # nothing is known
-            if suspect is not None:
                 raise MismatchError(
                     "A single pass disagrees with the gradient of a micro-batch run alone, most "
                     f"clearly for parameter {suspect!r}{module_of(self.model, suspect)}: the model "
                     "seems to mix examples, or to change from call to call."
                 )
+            conclusive = True
             self.verifier.spend(ALONE / len(chunk))
             if tried >= least and not (found.reads and reads.values == found.reads):
                 break
-        return True
+        return conclusive
 
     def _alone(self, loss_fn: LossFn, chunk: MicrobatchList, row: int) -> Gradients:
         """Return the gradients of a micro-batch run alone."""
