@@ -72,7 +72,10 @@ def test_a_model_that_is_certain(name, rule):
     torch.manual_seed(0)
     model = Certain()
     clipper = Clipper(model, 1, engine=name, rule=rule, verify="always")
-    assert warned(clipper, model) == (False, "fused")
+    found, engine = warned(clipper, model)
+    assert not found
+    if name == "fused":  # "auto" may take another one because it is faster at the moment
+        assert engine == "fused"
 
 
 def test_without_this_it_would_be_suspected(monkeypatch):
