@@ -24,7 +24,7 @@ train: .venv/.lab ## train a recipe on embedded data: make train RECIPE=speech (
 # tests that share what several processes computed run in one worker: loadgroup
 PYTEST := $(BIN)/python -m pytest -q -n auto --maxprocesses 8 --dist loadgroup $(FLAGS)
 
-test: .venv/.dev ## run the tests, without the rest of large matrices and what is slow (8 minutes)
+test: .venv/.dev ## run the tests, without the rest of large matrices and what is slow (5 minutes)
 	$(PYTEST)
 
 test-all: .venv/.dev ## run all tests, with coverage (35 minutes)
