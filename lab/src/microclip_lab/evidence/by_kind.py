@@ -71,12 +71,12 @@ KINDS = (
     Kind(
         "From scratch, labels wrong at random",
         "noisy",
-        ("digits-20", "digits-40", "digits-pairs", "mixture-7"),
+        ("digits-20", "digits-40", "digits-pairs", "mixture-7", "t5-flips"),
     ),
     Kind(
         "From scratch, some examples garbage (canaries)",
         "noisy",
-        ("scratch-canaries", "speech-scratch-20"),
+        ("scratch-canaries", "speech-scratch", "speech-scratch-20"),
     ),
     Kind(
         "Photos, labeled by people in a hurry",
@@ -84,9 +84,9 @@ KINDS = (
         ("photos-worse", "photos-random1", "cifar-worse", "cifar-random1"),
     ),
     Kind(
-        "Sentences as features or words, one rater each",
+        "From scratch, short texts labeled by one rater each",
         "noisy",
-        ("domains", "vader-rater", "vader-flips"),
+        ("domains", "vader-rater", "vader-flips", "t5"),
     ),
     Kind(
         "Language model, some texts garbage or misaligned", "noisy", ("lm-garbage", "lm-misaligned")
@@ -98,7 +98,7 @@ KINDS = (
         "clean",
         (
             *("scratch-clean", "outliers-none", "photos-clean", "domains-clean", "digits-clean"),
-            *("cifar-clean", "lm-clean", "mixture-clean", "regression-clean"),
+            *("cifar-clean", "lm-clean", "mixture-clean", "regression-clean", "t5-clean"),
         ),
     ),
 )

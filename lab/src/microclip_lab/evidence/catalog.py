@@ -1,4 +1,8 @@
-"""The plan's tasks, in the order they are run: arms, margins, looks, and what each is for."""
+"""The plan's tasks, in the order they are run: arms, margins, looks, and what each is for.
+
+The last four tasks, and `LossHistory` where it had not been planned, were added after the others
+had been run, and committed before their own runs; none of them has a part in fitting forecasts.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,7 @@ from microclip_lab.dirty_data.task import Task
 from microclip_lab.evidence.arms import BASELINES, ORACLE, PLAIN
 from microclip_lab.evidence.speech_tasks import SPEECH_TASKS
 from microclip_lab.evidence.synthetic_tasks import MIXTURE_TASKS, OUTLIER_TASKS
+from microclip_lab.evidence.t5_tasks import T5_TASKS
 from microclip_lab.evidence.text_tasks import DOMAIN_TASKS, TEXT_TASKS
 from microclip_lab.evidence.vision_tasks import PHOTO_TASKS
 
@@ -74,10 +79,13 @@ _TASKS = {
         *TEXT_TASKS,
         *DOMAIN_TASKS,
         *SPEECH_TASKS,
+        *T5_TASKS,
     )
 }
-_BY_DOMAIN = (PLAIN, "minnorm-4", "minnorm-4-domains", "unit-4", "unit-4-domains")
-_FEW = (PLAIN, ORACLE, *MINNORM, *UNIT)
+_BY_DOMAIN = (PLAIN, "minnorm-4", "minnorm-4-domains", "unit-4", "unit-4-domains", "loss-history")
+_FEW = (PLAIN, ORACLE, *RULES)
+_T5 = (PLAIN, ORACLE, *MINNORM, "unit-4", "loss-history")
+_FEW_CLEAN = (PLAIN, "minnorm-4", "unit-4", "loss-history")
 
 STUDIES: tuple[Study, ...] = (
     Study(_TASKS["outliers-7-10"], (*NO_LABELS, "minnorm-whole"), SPEECH_MARGIN, half="fit"),
@@ -86,7 +94,7 @@ STUDIES: tuple[Study, ...] = (
     Study(_TASKS["scratch-canaries"], NOISY, SPEECH_MARGIN, half="fit"),
     Study(_TASKS["scratch-clean"], CLEAN, SPEECH_MARGIN, half="judge"),
     Study(_TASKS["outliers-none"], CLEAN, SPEECH_MARGIN, half="judge"),
-    Study(_TASKS["photos-clean"], (PLAIN, "minnorm-4", "unit-4"), VISION_MARGIN, (8, 16)),
+    Study(_TASKS["photos-clean"], _FEW_CLEAN, VISION_MARGIN, (8, 16)),
     Study(
         _TASKS["photos-worse"],
         (PLAIN, ORACLE, "minnorm-1", "minnorm-4", "minnorm-16", "unit-4", "loss-history"),
@@ -103,7 +111,7 @@ STUDIES: tuple[Study, ...] = (
     Study(_TASKS["outliers-20-10"], _FEW, SPEECH_MARGIN, half="judge"),
     Study(_TASKS["raters-flips"], (*_FEW, "smoothing", "averaging"), TEXT_MARGIN, half="judge"),
     Study(_TASKS["raters"], (PLAIN, ORACLE, *RULES, "smoothing", "averaging"), TEXT_MARGIN),
-    Study(_TASKS["raters-clean"], (PLAIN, "minnorm-4", "unit-4"), TEXT_MARGIN, half="judge"),
+    Study(_TASKS["raters-clean"], _FEW_CLEAN, TEXT_MARGIN, half="judge"),
     Study(
         _TASKS["photos-random1"],
         (PLAIN, ORACLE, "minnorm-1", "minnorm-4", "unit-4", "loss-history"),
@@ -114,14 +122,18 @@ STUDIES: tuple[Study, ...] = (
     ),
     Study(_TASKS["speech-tuned"], _FEW, SPEECH_MARGIN, half="judge"),
     Study(_TASKS["speech-tuned-20"], _FEW, SPEECH_MARGIN, half="judge"),
-    Study(_TASKS["speech-tuned-clean"], (PLAIN, "minnorm-4", "unit-4"), SPEECH_MARGIN, half="fit"),
+    Study(_TASKS["speech-tuned-clean"], _FEW_CLEAN, SPEECH_MARGIN, half="fit"),
     Study(_TASKS["speech-scratch-20"], _FEW, SPEECH_MARGIN, half="fit"),
     Study(
         _TASKS["speech-tuned-128"],
-        (PLAIN, ORACLE, "minnorm-4", "unit-4"),
+        (PLAIN, ORACLE, "minnorm-4", "unit-4", "loss-history"),
         SPEECH_MARGIN,
         half="judge",
     ),
+    Study(_TASKS["speech-scratch"], _FEW, SPEECH_MARGIN, half="judge"),
+    Study(_TASKS["t5"], _T5, TEXT_MARGIN, (8, 16), "judge"),
+    Study(_TASKS["t5-clean"], _FEW_CLEAN, TEXT_MARGIN, (8, 16), "judge"),
+    Study(_TASKS["t5-flips"], _T5, TEXT_MARGIN, (8, 16), "judge"),
 )
 BY_NAME = {study.name: study for study in STUDIES}
 

@@ -64,6 +64,7 @@ _CANARIES = (
     "speech-tuned",
     "speech-tuned-20",
     "speech-scratch-20",
+    "speech-scratch",
 )
 _DRAGGERS = (*_CANARIES, "outliers-7-10", "photos-worse")
 
@@ -132,7 +133,7 @@ CLAIMS: tuple[Claim, ...] = (
         "error on ReCoRD 15.5 to 15.2: 1.9 % less",
         tuple(
             Test(task, BestSize(("minnorm-4", "minnorm-16")), "above", TEXT_MARGIN)
-            for task in ("raters", "raters-flips")
+            for task in ("raters", "raters-flips", "t5", "t5-flips")
         ),
     ),
     Claim(
@@ -196,6 +197,7 @@ CLAIMS: tuple[Claim, ...] = (
                 ("domains-clean", TEXT_MARGIN),
                 ("raters-clean", TEXT_MARGIN),
                 ("speech-tuned-clean", SPEECH_MARGIN),
+                ("t5-clean", TEXT_MARGIN),
             )
         ),
     ),

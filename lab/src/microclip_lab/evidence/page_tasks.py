@@ -47,6 +47,9 @@ def method() -> list[str]:
         "* **Amended after 15 tasks**, too: an effect that is clearly there, but clearly less than "
         "half of the paper's, is called so; by the plan it counts as *holds*. A gate that no look "
         "decided is called undecided, not *no headroom*, and an arm that diverged counts as harm.",
+        "* **Added after the first 23 tasks**, before their own runs: `speech-scratch`, `t5`, "
+        "`t5-flips` and `t5-clean`, and `LossHistory` on all tasks that had been planned without "
+        "it. They have no part in fitting forecasts.",
         "* The gate uses plain training's own runs. By simulation, a useless arm on a task that "
         "barely passes is called a gain in up to one case of five; from 10 % headroom on, as "
         "rarely as intended.",

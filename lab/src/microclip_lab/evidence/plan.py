@@ -5,8 +5,9 @@ until both neighbors of the best have been tried. A task with draggers must pass
 oracle's error at least 8 % below plain training's, with an interval above 0. If it does not, no
 other arm is run on it.
 
-Amended once, after 15 tasks: seeds are added to an arm not only while its own error is undecided,
-but also while a claim about it is, up to the same last look.
+Amended after 15 tasks: seeds are added to an arm not only while its own error is undecided,
+but also while a claim about it is, up to the same last look. Amended again after the first 23: four
+more tasks, and `LossHistory` on all of them.
 """
 
 from __future__ import annotations

@@ -194,4 +194,5 @@ SPEECH_TASKS = (
     _speech("speech-scratch-20", MORE, tuned=False),
     _speech("speech-tuned-clean", 0.0, tuned=True),
     _speech("speech-tuned-128", MORE, tuned=True, batch_size=512),
+    _speech("speech-scratch", CANARIES, tuned=False),
 )
