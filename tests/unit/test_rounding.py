@@ -129,6 +129,28 @@ def test_ties_that_rounding_breaks_excuse_nothing():
         assert clipper.backward(loss_fn, (x, y)).engine == "stream"
 
 
+@pytest.mark.parametrize("depth", [4, 8])
+@pytest.mark.parametrize("name", ["centers", "normalizes"])
+def test_half_precision_excuses_no_mixing(name, depth):
+    """A deep model in bfloat16 has gradients with errors of several percent, but not of half."""
+    mix = {"centers": lambda g: g - g.mean(0) / 2, "normalizes": lambda g: g / g.norm() * 0.1}
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.LayerNorm(32)) for _ in range(depth)]
+    body, last = nn.Sequential(*layers).bfloat16(), nn.Linear(32, 5).bfloat16()
+
+    def loss_fn(batch, mixes=True):
+        hidden = body(batch[0])
+        if mixes:  # out of sight, in the backward pass
+            hidden.register_hook(mix[name])
+        return F.cross_entropy(last(hidden).float(), batch[1], reduction="none")
+
+    batch = torch.randn(8, 32).bfloat16(), torch.randint(5, (8,))
+    clipper = Clipper(nn.ModuleList([body, last]), 1, engine="fused")
+    assert clipper.backward(lambda batch: loss_fn(batch, mixes=False), batch).engine == "fused"
+    with pytest.warns(RuntimeWarning, match="mix examples"):
+        assert clipper.backward(loss_fn, batch).engine == "stream"
+
+
 class TestExtraRounding:
     def test_errors_of_one_unit(self):
         x = torch.rand(1000) + 1

@@ -31,7 +31,9 @@ ALONE = 1.5  # cost of a micro-batch alone, relative to its share of a step, com
 FEW = 3  # micro-batches that are checked together where dropout has to be disabled
 TRIES = 4  # micro-batches to run alone, until one is conclusive
 MOST_SURPRISES = 64  # checks of new functions that need not fit into the time
-NOISE = 16.0  # times what one rounding error per operation does is still rounding
+# Times what one rounding error per operation does is still rounding: sums have many. In half
+# precision they are added up in float32, and rounded once.
+NOISE, NOISE_HALF = 16.0, 2.0
 
 
 @dataclass(frozen=True)
@@ -39,13 +41,14 @@ class Tolerance:
     """By how much a parameter's gradient may differ."""
 
     relative: float  # of its norm,
-    absolute: float  # plus this much of the whole gradient's norm
+    absolute: float  # plus this much of the whole gradient's norm,
+    noise: float = NOISE  # or this many times what rounding does, if it is known to do more
 
     @classmethod
     def for_(cls, dtypes: set[torch.dtype], rounded: bool) -> Tolerance:
         """Return what the precision of some gradients allows; `rounded`: under autocast."""
         if rounded or dtypes & set(multitensor.HALF):
-            return cls(0.1, 0.05)
+            return cls(0.1, 0.05, NOISE_HALF)
         if dtypes <= {torch.float64, torch.complex128}:
             return cls(1e-8, 1e-12)
         return cls(2e-3, 1e-6)
@@ -95,14 +98,15 @@ class Comparison:
         tolerance = Tolerance.for_(self._dtypes, rounded)
         errors, norms = self._read()
         whole = math.hypot(*norms.values())
-        relative = tolerance.relative + (NOISE * noise.error if noise else 0.0)
         moved = noise._read()[0] if noise else {}
         worst, suspect = 1.0, None
         for name, error in errors.items():
             if not math.isfinite(error):
                 return name
-            allowed = relative * norms[name] + tolerance.absolute * whole
-            allowed += NOISE * moved.get(name, 0.0)
+            allowed = tolerance.relative * norms[name] + tolerance.absolute * whole
+            if noise is not None:
+                rounding = max(noise.error * norms[name], moved.get(name, 0.0))
+                allowed = max(allowed, tolerance.noise * rounding)
             if error > allowed and error / (allowed or 1e-300) > worst:
                 worst, suspect = error / (allowed or 1e-300), name
         return suspect
