@@ -15,6 +15,7 @@ from microclip_lab.evidence.page_advice import (
     cases_tables,
     forecast_lines,
     kinds_table,
+    sweet_spot,
 )
 from microclip_lab.evidence.page_tasks import method, task_section
 from microclip_lab.evidence.plan import HEADROOM, Plan, effect, gate, outcome_of
@@ -62,6 +63,8 @@ def page(records: Records, outside: dirty_records.Records) -> str:
         "On the tasks of this plan, against plain training that was tuned as carefully.",
         "",
         *by_rule(records, judged),
+        "",
+        sweet_spot(records, judged),
         *_without_headroom(records, started),
     ]
     lines += _undecided(records, judged, found)
@@ -102,8 +105,8 @@ def _state(records: Records, started: Sequence[Study]) -> list[str]:
     waiting = [study.name for study in STUDIES if study not in over]
     hours = sum(record.seconds for record in records.values()) / 3600
     found = [
-        f"All this comes from a plan of {len(STUDIES)} tasks, committed before its runs, and from "
-        f"[an earlier benchmark](dirty-data.md). {len(over)} tasks of the plan are finished, after "
+        f"All this comes from a plan of {len(STUDIES)} tasks, each committed before its runs, and "
+        f"from [an earlier benchmark](dirty-data.md). {len(over)} of the tasks are finished, after "
         f"{len(records):,} runs and {hours:.1f} core-hours."
     ]
     if waiting:

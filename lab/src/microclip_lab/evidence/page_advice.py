@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 
 from microclip.probing import Forecast, Thumb
-from microclip_lab.evidence.arms import ARMS
+from microclip_lab.evidence.arms import ARMS, ORACLE
 from microclip_lab.evidence.by_kind import ADVISED, NAMES, Decision
 from microclip_lab.evidence.catalog import Study
 from microclip_lab.evidence.plan import effect, outcome_of
@@ -112,6 +112,27 @@ def by_rule(records: Records, studies: Sequence[Study]) -> list[str]:
         if tried:
             lines.append(f"* **{ARMS[arm].title}**: {_came(records, tried, arm)}.")
     return lines
+
+
+def sweet_spot(records: Records, studies: Sequence[Study]) -> str:
+    """Say on which tasks the paper's rule gains at a size above 1 and harms at b = 1."""
+    there, tried = [], 0
+    for study in studies:
+        found = {b: effect(records, study, f"minnorm-{b}") for b in (1, 4, 16)}
+        one = found.pop(1)
+        larger = {b: each for b, each in found.items() if each is not None}
+        if one is None or not larger or ORACLE not in study.arms:
+            continue
+        tried += 1
+        b, best = max(larger.items(), key=lambda pair: pair[1].mean)
+        if best.low > 0 and one.high < 0:
+            there.append(f"`{study.name}` (b = {b} {whole(best.mean)}, b = 1 {whole(one.mean)})")
+    said = (
+        "**The paper's sweet spot**, a clear gain of `MinNorm` at a size above 1 (the better of 4 "
+        f"and 16) and a clear harm at b = 1, appears on {len(there)} of the {tried} tasks with bad "
+        "examples on which all sizes were run"
+    )
+    return f"{said}: {', '.join(there)}." if there else f"{said}."
 
 
 def counts(records: Records, studies: Sequence[Study], arm: str) -> str:
