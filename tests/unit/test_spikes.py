@@ -55,7 +55,9 @@ class TestSteps:
         odd = {20: [20.0], 30: [90.0], 45: [50.0]}
         found = spikes(plain(tmp_path, odd))
         assert [spike.step for spike in found.found] == [30, 45, 20]
-        assert [spike.step for spike in spikes(tmp_path, most=1).found] == [30]
+        worst = spikes(tmp_path, most=1)
+        assert [spike.step for spike in worst.found] == [30]
+        assert (worst.total, str(worst)) == (3, "Spikes(1 of 3 in 60 steps)")
         assert len(spikes(tmp_path, threshold=1e6)) == 0
 
     def test_neighbors_are_one_spike(self, tmp_path):
@@ -68,6 +70,13 @@ class TestSteps:
     def test_a_whole_step_is_nobodys_fault(self, tmp_path):
         (spike,) = spikes(plain(tmp_path, {30: [9.0] * 8})).found
         assert "No row of step 30 stands out" in spike.note
+        assert "an earlier step probably did the damage" in spike.note
+
+    @pytest.mark.parametrize("losses", [[9.0] * 8, [np.nan] * 8])
+    def test_no_step_is_earlier_than_the_first(self, tmp_path, losses):
+        (spike,) = spikes(plain(tmp_path, {0: losses})).found
+        assert "No row of step 0 stands out, and it is the first step on record" in spike.note
+        assert "earlier" not in spike.note
 
     @pytest.mark.parametrize(
         ("losses", "note"),
@@ -267,6 +276,18 @@ class TestCommand:
         with open(where, newline="") as file:
             rows = list(csv.DictReader(file))
         assert (len(rows), rows[0]["id"], rows[0]["step"]) == (8, "40:1", "40")
+
+    def test_says_how_many_there_are_besides_the_worst(self, tmp_path, capsys):
+        path = plain(tmp_path, {20: [20.0], 30: [90.0], 45: [50.0]})
+        assert cli.main(["spikes", str(path), "--most", "2", "--rows", "0"]) == 0
+        said = capsys.readouterr().out
+        assert "3 spikes in 60 steps. These are the worst 2." in said
+        assert "20:0" not in said
+
+    def test_rows_below_zero(self, tmp_path, capsys):
+        with pytest.raises(SystemExit):
+            cli.main(["spikes", str(tmp_path), "--rows", "-1"])
+        assert "rows must be 0 or more, but got -1." in capsys.readouterr().err
 
     def test_nothing_found(self, tmp_path, capsys):
         assert cli.main(["spikes", str(plain(tmp_path))]) == 0

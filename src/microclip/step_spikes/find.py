@@ -67,11 +67,13 @@ class Spikes:
         found: The spikes.
         steps: How many steps were recorded.
         notes: What the ledger cannot tell, in sentences.
+        total: How many spikes there are; `found` has no more than `most` of them.
     """
 
     found: tuple[Spike, ...]
     steps: int
     notes: tuple[str, ...]
+    total: int
 
     def __len__(self) -> int:
         return len(self.found)
@@ -80,7 +82,8 @@ class Spikes:
         return self.found[place]
 
     def __repr__(self) -> str:
-        return f"Spikes({len(self)} in {self.steps} steps)"
+        of = f" of {self.total}" if self.total > len(self) else ""
+        return f"Spikes({len(self)}{of} in {self.steps} steps)"
 
     @property
     def table(self) -> pa.Table:
@@ -127,14 +130,15 @@ def spikes(
     loss_scores, usual_losses = _scores(series.losses, series.has_losses, window)
     norm_scores, usual_norms = _scores(series.norms, series.has_norms, window)
     scores = np.maximum(loss_scores, norm_scores)
-    events = _events(scores, threshold)
-    events = sorted(events, key=lambda event: (-scores[event[0]], event[0]))[:most]
+    every = _events(scores, threshold)
+    events = sorted(every, key=lambda event: (-scores[event[0]], event[0]))[:most]
     examples = examples_of(source, series.steps[[first for first, _ in events]])
     found = []
     for first, last in events:
         step = int(series.steps[first])
         rows = _ranked(examples[step], series.has_norms and series.microbatches[first] > 1)
-        note = _note(rows, step, float(usual_losses[first]), float(usual_norms[first]))
+        usual = float(usual_losses[first]), float(usual_norms[first])
+        note = _note(rows, step, *usual, is_first=first == 0)
         found.append(
             Spike(
                 step=step,
@@ -149,7 +153,7 @@ def spikes(
                 note=note,
             )
         )
-    return Spikes(tuple(found), len(series.steps), _limits(source, series))
+    return Spikes(tuple(found), len(series.steps), _limits(source, series), len(every))
 
 
 def _scores(values: Values, known: bool, window: int) -> tuple[Values, Values]:
@@ -198,7 +202,9 @@ def _ranked(step: dict[str, Any], by_norm: bool) -> pa.Table:
     return table.take(pa.array(order))
 
 
-def _note(rows: pa.Table, step: int, usual_loss: float, usual_norm: float) -> str:
+def _note(
+    rows: pa.Table, step: int, usual_loss: float, usual_norm: float, *, is_first: bool
+) -> str:
     """Say who is to blame, or that nobody in this step is."""
     found = []
     if rows["loss_share"].null_count == 0:
@@ -216,6 +222,12 @@ def _note(rows: pa.Table, step: int, usual_loss: float, usual_norm: float) -> st
         those = rows.filter(pa.array(out)).sort_by([(name, "descending")])
         blamed.append((what, those[name].to_pylist(), those))
     what, shares, those = max(blamed, key=lambda one: max(one[1], default=0.0))
+    if not shares and is_first:
+        return (
+            f"No row of step {step} stands out, and it is the first step on record. If training "
+            "began there, a high loss is usual; if the loss is NaN or inf, look at the model, its "
+            "inputs and the loss function."
+        )
     if not shares:
         return (
             f"No row of step {step} stands out: most have a high loss, so an earlier step probably "
