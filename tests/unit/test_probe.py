@@ -16,7 +16,7 @@ import microclip
 from microclip.cli import main
 from microclip.probing import Best, ProbeEvery
 from microclip.probing.draggers import compare_draggers, cosines_to_the_rest
-from microclip.rules import Median, MinNorm, Quantile, Unit, parse_rule
+from microclip.rules import LossHistory, LossWeight, Median, MinNorm, Quantile, Unit, parse_rule
 
 PNG = b"\x89PNG"
 
@@ -161,6 +161,9 @@ def test_a_chosen_batch_size():
         ({"rules": []}, "rules is empty"),
         ({"batch_size": 127}, "batch_size must be from 2 to 126.*two must be left.*but got 127"),
         ({"batch_size": 1}, "batch_size must be from 2 to 126"),
+        ({"batch_size": 0}, "batch_size must be a positive integer, but got 0."),
+        ({"rules": LossHistory()}, "single step, but LossHistory weights .*: leave it out.$"),
+        ({"rules": [LossWeight(clip=Unit())]}, "leave it out. Probe what it clips by, Unit\\(\\)"),
         ({"draws": 1}, "draws must be an integer of 2 or more, but got 1."),
         ({"replicates": 0}, "replicates must be an integer of 2 or more, but got 0."),
     ],
@@ -178,6 +181,16 @@ def test_sizes_that_more_batches_would_allow():
 def test_only_rules_are_accepted():
     with pytest.raises(TypeError, match="rules must be rules .* but got 'min'"):
         Task().probe(rules=["min"])
+
+
+def test_gradients_that_are_zero_tell_nothing():
+    model = torch.nn.Linear(3, 1)
+    batches = list(torch.randn(3, 16, 3))
+    found = microclip.probe(model, lambda x: 0 * model(x).squeeze(1), batches, draws=8)
+    assert found.best is None
+    assert found.sentence.startswith("No answer: the gradients of all examples are 0.")
+    assert not found.figures
+    assert "0 %" not in str(found).partition("By kind of data")[0].partition("examples, steps")[0]
 
 
 def test_bad_examples_are_refused():
@@ -445,7 +458,6 @@ def test_the_command(folder, capsys):
         ("probe_tasks_here:meany", "", "one loss per example"),
         ("not_there_at_all:x", "", "There is no module 'not_there_at_all', neither in /.* nor in"),
         ("not_there.at_all:x", "", "There is no module 'not_there.at_all'.* --task tasks:digits"),
-        ("probe_tasks_here.py:good", "", "There is no module 'probe_tasks_here.py'"),
         ("probe_broken:x", "", "'probe_broken' cannot be imported: No module named 'nowhere'"),
         ("probe_tasks_here:good", "--rules Max", "There is no rule 'Max'; there are Automatic"),
         ("probe_tasks_here:good", "--rules 1+", "'1\\+' is not a rule"),
@@ -465,6 +477,28 @@ def test_a_task_is_a_module_and_a_function(task, capsys):
     error = " ".join(capsys.readouterr().err.replace("│", " ").split())
     assert "task must be written as module:function" in error
     assert f"but got {task!r}." in error
+
+
+@pytest.mark.parametrize("command", ["probe --task", "spikes . --replay"])
+def test_a_file_that_is_named_instead_of_its_module_is_not_run(folder, capsys, command):
+    (folder / "train_here.py").write_text("raise RuntimeError('this trains')")
+    with pytest.raises(SystemExit):
+        main([*command.split(), "train_here.py:last"])
+    error = " ".join(capsys.readouterr().err.replace("│", " ").split())
+    assert "must be written as module:function" in error
+    assert "but got 'train_here.py:last'." in error
+
+
+def test_a_result_is_printed_whatever_becomes_of_its_plot(folder, capsys):
+    options = "--sizes 4 --draws 8 --csv t.csv --plot p.odd"
+    with pytest.raises(SystemExit, match="microclip: .*odd"):
+        main(["probe", "--task", "probe_tasks_here:good", *options.split()])
+    assert "steps of B = 16" in capsys.readouterr().out
+    assert (folder / "t.csv").exists()
+    assert main(["probe", "--task", "probe_tasks_here:good", "--plot", "not-there/p.png"]) == 1
+    said = capsys.readouterr()
+    assert "Cannot write not-there/p.png" in said.err
+    assert not said.out  # found before it was probed
 
 
 def test_rules_as_text():

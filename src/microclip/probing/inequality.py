@@ -46,7 +46,12 @@ def smallest_over_mean(matrix: Tensor, batch_size: int, b: int, draw: torch.Gene
 
 
 def inequality(matrix: Tensor, batch_size: int, seed: int = 0) -> dict[str, float]:
-    """Return both figures by name; the second needs mini-batches of two micro-batches or more."""
+    """Return both figures by name; the second needs mini-batches of two micro-batches or more.
+
+    Gradients that are all 0 have neither.
+    """
+    if not (matrix.diagonal() > 0).any():
+        return {}
     found = {TOP_TENTH: top_tenth_share(matrix.diagonal())}
     if batch_size >= 2 * SIZE:
         draw = torch.Generator().manual_seed(seed)

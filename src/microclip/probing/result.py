@@ -188,6 +188,11 @@ def _end(value: float) -> str:
 def summary(probe: Probe) -> str:
     """Return what was found, what it does not tell, and what to do next."""
     best = probe.best
+    if best is None and not probe.norms.any():
+        return (
+            "No answer: the gradients of all examples are 0. Check loss_fn, or probe before "
+            "training is over."
+        )
     if best is None:
         return (
             f"No answer: the gradient that {probe.held_out} held-out examples have in common "

@@ -31,7 +31,7 @@ from microclip.probing.simulation import (
     interval,
     simulate,
 )
-from microclip.rules import MinNorm, Rule
+from microclip.rules import ExampleRule, MinNorm, Rule
 
 UNLIKELY = (1 - CONFIDENCE) / 2
 Rules = Rule | Sequence[Rule] | Mapping[str, Rule]
@@ -183,6 +183,12 @@ def _named(rules: Rules | None) -> dict[str, Rule]:
             raise TypeError(
                 f"rules must be rules from microclip.rules or your own, but got {rule!r}."
             )
+        if isinstance(rule, ExampleRule):
+            instead = f" Probe what it clips by, {rule.clip!r}." if rule.clip else ""
+            raise ValueError(
+                f"A probe looks at gradient norms of a single step, but {type(rule).__name__} "
+                f"weights examples by their losses or their history: leave it out.{instead}"
+            )
     if not named:
         raise ValueError("rules is empty: there is nothing to probe.")
     return named
@@ -192,7 +198,7 @@ def _batch_size(given: int | None, lengths: tuple[int, ...], apart: bool) -> int
     total = sum(lengths)
     if given is None:
         return max(lengths) if apart or total - max(lengths) >= max(lengths) else total // 2
-    size = _index(given, "batch_size")
+    size = _index(given, "batch_size must be a positive integer")
     most = total if apart else total - 2
     if not 2 <= size <= most:
         raise ValueError(
@@ -206,7 +212,7 @@ def _batch_size(given: int | None, lengths: tuple[int, ...], apart: bool) -> int
 def _sizes(given: Sequence[int] | None, B: int, largest: int) -> list[int]:
     if given is None:
         return sorted({*(2**k for k in range(B.bit_length())), B})
-    sizes = sorted({_index(size, "sizes") for size in given})
+    sizes = sorted({_index(size, "sizes must be positive integers") for size in given})
     if not sizes:
         raise ValueError("sizes is empty: there is nothing to probe.")
     for size in sizes:
@@ -224,13 +230,13 @@ def _sizes(given: Sequence[int] | None, B: int, largest: int) -> list[int]:
     return sizes
 
 
-def _index(value: object, what: str) -> int:
+def _index(value: object, rule: str) -> int:
     try:
         number = 0 if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
     except TypeError:
         number = 0
     if number < 1:
-        raise ValueError(f"{what} must be positive integers, but got {value!r}.")
+        raise ValueError(f"{rule}, but got {value!r}.")
     return number
 
 
@@ -297,7 +303,7 @@ class ProbeEvery:
 
     def _rise(self, now: Mapping[str, float]) -> dict[str, float]:
         """Return by how much the top tenth's share rose since the first probe."""
-        if not self.history or TOP_TENTH not in self.history[0].figures:
+        if not self.history or not {TOP_TENTH} <= now.keys() & self.history[0].figures.keys():
             return {}
         return {RISE: now[TOP_TENTH] - self.history[0].figures[TOP_TENTH]}
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from microclip.tasks import expect_task, find_task
+
 if TYPE_CHECKING:
     from microclip.step_spikes.find import Spike, Spikes
 
@@ -47,6 +49,10 @@ class SpikesConfig:
     """The step to run again; by default the first of the worst spike."""
 
     def __post_init__(self) -> None:
+        if self.rows < 0:
+            raise ValueError(f"rows must be 0 or more, but got {self.rows}.")
+        if self.replay is not None:
+            expect_task("replay", self.replay)
         if self.step is not None and self.replay is None:
             raise ValueError(f"--step {self.step} says which step to run again with --replay.")
 
@@ -76,8 +82,9 @@ def run(config: SpikesConfig) -> Spikes:
             found.to_csv(config.csv)
     except ValueError as error:
         raise SystemExit(f"microclip: {error}") from error
-    spikes_found = "1 spike" if len(found) == 1 else f"{len(found) or 'No'} spikes"
-    say(f"{spikes_found} in {found.steps:,} steps.")
+    spikes_found = "1 spike" if found.total == 1 else f"{found.total or 'No'} spikes"
+    shown = f" These are the worst {len(found)}." if len(found) < found.total else ""
+    say(f"{spikes_found} in {found.steps:,} steps.{shown}")
     for spike in found.found:
         say("")
         say(_heading(spike))
@@ -95,14 +102,13 @@ def run(config: SpikesConfig) -> Spikes:
 
 def _replayed(config: SpikesConfig, task: str, ledger: Path, found: Spikes) -> str:
     """Run a step again, and return what is to be printed."""
-    from microclip.probing.command import find_task
     from microclip.step_spikes.run_replay import replay
 
     step = found[0].step if config.step is None and len(found) else config.step
     try:
         if step is None:
             raise ValueError("There is no spike to run again: name a step, --step 412.")
-        model, loss_fn, dataset = find_task(task, "(model, loss_fn, dataset)")
+        model, loss_fn, dataset = find_task("replay", task, "(model, loss_fn, dataset)")
         return str(replay(ledger, step, model, loss_fn, dataset))
     except (ImportError, ValueError, TypeError, NotImplementedError) as error:
         raise SystemExit(f"microclip: {error}") from error
