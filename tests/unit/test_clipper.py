@@ -321,6 +321,18 @@ class TestNonfinite:
         properties.assert_close(found, gradient(model), 1e-12)
         clipper.backward(loss_fn, (batch[0], marks))  # the second time without a warning
 
+    def test_the_size_of_a_skipped_microbatch_does_not_count(self, model, batch, engine, value):
+        """A sum is the mean times the number of micro-batches, of the size of those that count."""
+        loss_fn, marks = poisoned(model, [0], value)
+        marks = marks[:6]
+        clipper = Clipper(model, 4, engine=engine, nonfinite="skip", reduction="sum")
+        with pytest.warns(RuntimeWarning, match="Skipped 1 of 2"):
+            clipper.backward(loss_fn, (batch[0][:6], marks))
+        found = gradient(model)
+        model.zero_grad()
+        Clipper(model, 4).backward(loss_fn, (batch[0][4:6], marks[4:]))
+        properties.assert_close(found, gradient(model), 1e-12)
+
     def test_skip_all(self, model, batch, engine, value):
         loss_fn, marks = poisoned(model, list(range(10)), value)
         with pytest.warns(RuntimeWarning, match="Skipped 5 of 5"):

@@ -251,7 +251,7 @@ class StepRecord:
         if self.policy.reduction == "mean":
             return total.clamp(min=1)  # nothing left: the gradient is zero anyway
         if self._all is None:
-            sizes = [size for row, size in enumerate(self._sizes) if row not in self.left_out]
+            sizes = self.counted_sizes()
         else:
             counted = self._all.sizes
             if self.policy.nonfinite == "skip":
