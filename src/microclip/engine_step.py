@@ -85,13 +85,13 @@ class EngineStep:
             return
         self._selector.stay_in_step(communication.found)
         if before is None:
-            self._restart()
+            self.restart()
         if self._ranks is not None:
             self._ranks.describe(self.policy, self._selector.scaler, trainable(self._model))
             self._ranks.agree(self.number, len(microbatches))
         fold(loss_fn)
 
-    def _restart(self) -> StepRecord:
+    def restart(self) -> StepRecord:
         """Forget the micro-batches so far; return the new record."""
         self.engine, self.record = None, self._new_record()
         return self.record
@@ -118,7 +118,7 @@ class EngineStep:
                 before.restore()
             if not first:
                 raise
-            self.engine = self._selector.for_chunks(self._restart())
+            self.engine = self._selector.for_chunks(self.restart())
             self.engine.fold(loss_fn, microbatches.pristine, final=False)
         else:
             self._learn(before)
@@ -147,7 +147,7 @@ class EngineStep:
                 raise
             if before is not None:
                 before.restore()  # the pass that failed leaves no trace
-            self.engine = self._selector.reliable_engine(self._restart())
+            self.engine = self._selector.reliable_engine(self.restart())
             self.engine.fold(loss_fn, microbatches.pristine, final=True)
             self._selector.give_up_single_passes(error)
         else:
@@ -167,7 +167,7 @@ class EngineStep:
             self.engine.fold(function, microbatches, final=True)
         except LossPerExampleError:
             before.restore()
-            self._restart()
+            self.restart()
             return False
         self._selector.note_untried(loss_fn, microbatches, self.engine.name, before.unrepeatable)
         return True

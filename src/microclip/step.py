@@ -150,24 +150,43 @@ class Step:
         if name not in self._returns_losses:  # its first call may have to be undone
             before = self._selector.side_effects.snapshot(loss_fn)
             microbatches = microbatches.keep_copy()
+        earlier = len(self.record)
         try:
             self._fold_microbatches(loss_fn, microbatches, final)
-            if microbatches.examples > 1:  # a single example has one loss either way
+            if max(microbatches.sizes) > 1:  # a single example has one loss either way
                 self._returns_losses[name] = True
         except MeanOfExamplesError:
-            if b is None:
-                raise ValueError(
-                    f"{type(rule).__name__} weights examples, but loss_fn returns the mean of "
-                    f"{microbatches.examples} losses. Return the losses themselves, as with "
-                    'reduction="none". If that is impossible, pass microbatch_size=1 (slow) or '
-                    "more, and the micro-batches are weighted."
-                ) from None
+            if b is not None:
+                self._returns_losses[name] = False
+            self._refuse_mean(b, microbatches.examples, earlier, final)
             if before is not None:
                 before.restore()
                 microbatches.reverted()
-            self._returns_losses[name] = False
+            if len(self.record) > earlier:  # and nothing before that: see above
+                self._engine_step.restart()
             examples.forget_last()
             self._fold_weighted(loss_fn, batch, given, final)
+
+    def _refuse_mean(self, b: int | None, examples: int, earlier: int, final: bool) -> None:
+        """Refuse a mean over several examples, where the fold cannot be done again.
+
+        Its first micro-batches may have been added: those of one example, whose mean is its loss.
+        """
+        if b is None:
+            reason = f"{examples} losses"
+            remedy = "If that is impossible, pass microbatch_size=1 (slow) or more, and the "
+            remedy += "micro-batches are weighted."
+        elif 0 < earlier < len(self.record):  # a sum of gradients cannot be split again
+            reason = "several losses, which did not show while single examples were folded"
+            remedy = "Or repeat this step: its micro-batches are then weighted."
+        else:
+            return
+        error = ValueError(
+            f"{type(self.rule).__name__} weights examples, but loss_fn returns the mean of "
+            f'{reason}. Return the losses themselves, as with reduction="none". {remedy}'
+        )
+        self._fail(error, final)
+        raise error from None
 
     def _fold_microbatches(
         self, loss_fn: LossFn, microbatches: MicrobatchList, final: bool
@@ -186,7 +205,7 @@ class Step:
             self._loss_scales.append(None if scales is None else scales[microbatches.order])
             shares: Tensor | None = getattr(loss_fn, "label_shares", None)
             self._label_shares.append(None if shares is None else shares[microbatches.order])
-        except MeanOfExamplesError:  # before anything was recorded
+        except MeanOfExamplesError:  # the caller tries again
             raise
         except BaseException as error:
             self._fail(error, final)

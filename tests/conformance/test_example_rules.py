@@ -216,6 +216,43 @@ def test_mean_loss_of_a_whole_batch_is_refused():
     with pytest.raises(ValueError, match="returns the mean of 11 losses"):
         clipper.backward(lambda part: losses(part).mean(), batch, ids=range(11))
     assert all(p.grad is None for p in model.parameters())
+    outcome = clipper.backward(losses, batch, ids=range(11))  # nothing is left to finish
+    assert len(outcome) == 1
+
+
+@pytest.mark.parametrize("engine", ["stream", "two_pass", "auto"])
+def test_mean_losses_show_only_after_a_domain_of_one_example(engine):
+    """Whose mean is its loss; what it added is undone."""
+    model, batch, losses = problem()
+    given, domains = WEIGHTS["some"], ["a"] + ["b"] * 10
+    clipper = Clipper(model, 4, rule=Given(given), engine=engine)
+
+    def mean(part):
+        return losses(part).mean()
+
+    groups = [[0], [1, 2, 3, 4], [5, 6, 7, 8], [9, 10]]
+    units = [sum(given[i] for i in group) / len(group) for group in groups for _ in group]
+    expected, _ = twin(lambda: losses(batch), list(model.parameters()), units)
+    for _ in range(2):  # in the second step it is known
+        model.zero_grad()
+        outcome = clipper.backward(mean, batch, ids=range(11), domains=domains)
+        assert [list(ids) for ids in outcome.ids] == groups
+        properties.assert_close([p.grad for p in model.parameters()], expected, 1e-11)
+
+
+def test_mean_losses_show_only_after_single_examples_were_folded():
+    model, (x, y), losses = problem()
+    clipper = Clipper(model, 4, rule=Given(WEIGHTS["some"]), engine="stream")
+
+    def fold():
+        clipper.fold(lambda part: losses(part).mean(), (x[:1], y[:1]), ids=[0])
+        rest = {"ids": range(1, 11), "domains": ["a"] + ["b"] * 9}
+        clipper.fold(lambda part: losses(part).mean(), (x[1:], y[1:]), **rest)
+
+    with pytest.raises(ValueError, match="did not show while single examples were folded"):
+        fold()
+    fold()
+    assert [len(ids) for ids in clipper.finish().ids] == [1, 1, 4, 4, 1]
 
 
 def test_a_first_call_with_a_mean_leaves_no_trace():
