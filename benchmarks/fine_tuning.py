@@ -10,7 +10,8 @@ SFT to continue a sentence, where a tenth of the continuations are random words;
 model to prefer a continuation to one with half its words replaced, where a fifth of the pairs are
 flipped.
 Seeds are paired: all arms of a seed have the same data, order and initial weights. The oracle is
-plain training without the wrong examples. Nothing was tuned, for any arm.
+plain training without the wrong examples. Every arm has its own learning rate, in factors of 2, by
+validation data that is as dirty, on seeds that are used for nothing else.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from __future__ import annotations
 import argparse
 import copy
 import importlib
-import json
-import math
 import os
 import random
 import statistics
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -35,18 +36,34 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch
 from datasets import Dataset, disable_progress_bars
 from peft import LoraConfig
+from rich.console import Console
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     LlamaForSequenceClassification,
     PreTrainedTokenizerFast,
+    PrinterCallback,
     set_seed,
 )
 from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
 
 import microclip
 from microclip.integrations.trl import ClippedDPOTrainer, ClippedRewardTrainer, ClippedSFTTrainer
+from microclip_lab.evidence.sequential import interval
+from microclip_lab.evidence.wording import table as as_table
+from microclip_lab.jobs.progress import Status
+from microclip_lab.tuned_arms.records import Identity, Job, or_worst, read_records
+from microclip_lab.tuned_arms.runner import work_or_exit
+from microclip_lab.tuned_arms.search import (
+    PLAIN,
+    evaluated,
+    is_tuned,
+    next_jobs,
+    plain_rate,
+    start_of,
+    tuned,
+)
 
 from measure import interleaved, peak_memory, ratio
 
@@ -61,11 +78,75 @@ STACKS = {
     "reward": (RewardConfig, RewardTrainer, ClippedRewardTrainer),
 }
 WRONG = {"sft": 0.1, "dpo": 0.2, "reward": 0.2}
-METRIC = {"sft": "loss on clean texts", "dpo": "accuracy on clean pairs",
-          "reward": "accuracy on clean pairs"}  # fmt: skip
-ARMS = ("plain", "Unit, b=4", "LossHistory", "oracle")
-TRAIN, HELD_OUT, EPOCHS, BATCH = 192, 160, 8, 24
+MEASURED = {"sft": "eval_loss", "dpo": "eval_rewards/accuracies", "reward": "eval_accuracy"}
+METRIC = {
+    "sft": "loss on clean texts",
+    "dpo": "accuracy on clean pairs",
+    "reward": "accuracy on clean pairs",
+}
+UNIT, HISTORY, ORACLE = "unit-4", "loss-history", "oracle"
+TITLES = {PLAIN: "plain", UNIT: "`Unit()`, b = 4", HISTORY: "`LossHistory()`", ORACLE: "oracle"}
+EDITION = "2.1"
+TRAIN, VALIDATION, TEST, EPOCHS, BATCH = 192, 160, 160, 8, 24
 PROMPT, ANSWER = 4, 7  # words
+
+
+@dataclass(frozen=True)
+class Stack:
+    """A trainer, as the search for learning rates sees it."""
+
+    name: str
+    start: int = 1
+    tuning_seeds: tuple[int, ...] = (100, 101, 102)
+
+
+@dataclass(frozen=True)
+class Record(Identity):
+    """The result of a run: metrics on dirty validation and clean test data, what was flagged."""
+
+    validation: float  # higher is better
+    test: float
+    precision: float | None = None  # of the flagged examples; None: nothing was flagged
+    recall: float | None = None
+    seconds: float = 0.0  # of processor time
+
+    @property
+    def last_validation(self) -> float:
+        return or_worst(self.validation)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, entry: Mapping[str, Any]) -> Record:
+        return cls(**entry)
+
+
+class Plan:
+    """Tune each arm of each stack, plain training first; then evaluate it."""
+
+    def __init__(self, seeds: int) -> None:
+        self.seeds = range(seeds)
+
+    def missing(self, records: dict[Job, Record]) -> Iterator[Job]:
+        for stack in map(Stack, STACKS):
+            for arm in TITLES:
+                if start_of(records, stack, arm) is None:
+                    continue
+                searching = next_jobs(records, stack, arm)
+                yield from searching
+                if not searching:
+                    rate = tuned(records, stack, arm).rate
+                    jobs = [Job(stack.name, arm, "evaluate", rate, seed) for seed in self.seeds]
+                    yield from (job for job in jobs if job not in records)
+
+    def plain_rate_of(self, records: dict[Job, Record], task: str) -> float | None:
+        return plain_rate(records, Stack(task))
+
+    def progress(self, records: dict[Job, Record]) -> Status:
+        pairs = [(stack, arm) for stack in map(Stack, STACKS) for arm in TITLES]
+        over = sum(len(evaluated(records, *pair)) >= len(self.seeds) for pair in pairs)
+        return Status(len(records), max(1, len(records)), over, len(pairs))
 
 
 @cache
@@ -159,99 +240,91 @@ def fresh(stack: str, seed: int) -> Any:
     return model
 
 
-def run(stack: str, arm: str, seed: int) -> dict[str, Any]:
-    """Train one arm, and return what is recorded of it."""
-    rng = random.Random(seed)
+def run(job: Job, plain_rate: float | None = None) -> Record:
+    """Train one arm once."""
+    stack, rng = job.task, random.Random(job.seed)
     rows = sentences()[len(sentences()) // 2 :]
     rng.shuffle(rows)
-    data = examples(stack, rows[:TRAIN], WRONG[stack], rng)
-    clean = examples(stack, rows[TRAIN : TRAIN + HELD_OUT], 0.0, rng)
+    parts = [rows[:TRAIN], rows[TRAIN : TRAIN + TEST], rows[TRAIN + TEST :][:VALIDATION]]
+    data, clean, dirty = (
+        examples(stack, part, wrong, rng)
+        for part, wrong in zip(parts, (WRONG[stack], 0.0, WRONG[stack]), strict=True)
+    )
     wrong = {row["id"] for row in data if row["wrong"]}
     _, plain, clipped = STACKS[stack]
-    record: dict[str, Any] = {"stack": stack, "arm": arm, "seed": seed}
+    found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
-        args = arguments(stack, folder, seed=seed)
+        args = arguments(stack, folder, seed=job.seed, learning_rate=job.rate)
         common = {"args": args, "processing_class": tokenizer()}
         if stack == "dpo":
-            common["ref_model"] = fresh(stack, seed)
-        model, started = fresh(stack, seed), time.perf_counter()
-        if arm == "plain":
+            common["ref_model"] = fresh(stack, job.seed)
+        model, started = fresh(stack, job.seed), time.process_time()
+        if job.arm == PLAIN:
             trainer = plain(model, train_dataset=data, **common)
-        elif arm == "oracle":
+        elif job.arm == ORACLE:
             kept = data.filter(lambda row: not row["wrong"])
             trainer = plain(model, train_dataset=kept, **common)
-        elif arm == "LossHistory":
+        elif job.arm == HISTORY:
             ledger = microclip.Ledger(f"{folder}/ledger")
             rule = {"rule": microclip.rules.LossHistory(), "id_column": "id", "ledger": ledger}
             trainer = clipped(model, train_dataset=data, **rule, **common)
         else:
             rule = {"rule": microclip.rules.Unit(), "microbatch_size": 4}
             trainer = clipped(model, train_dataset=data, **rule, **common)
+        trainer.remove_callback(PrinterCallback)
         trainer.train()
-        record["seconds"] = round(time.perf_counter() - started, 2)
-        if arm == "LossHistory":
+        if job.arm == HISTORY:
             flagged = set(microclip.find_issues(ledger).ids())
             hits = len(flagged & wrong)
-            record["precision"] = hits / len(flagged) if flagged else None
-            record["recall"] = hits / len(wrong)
-        found = trainer.evaluate(clean)
-    name = {"sft": "eval_loss", "dpo": "eval_rewards/accuracies", "reward": "eval_accuracy"}[stack]
-    record["metric"] = found[name]
-    return record
+            found["precision"] = hits / len(flagged) if flagged else None
+            found["recall"] = hits / len(wrong)
+        name, sign = MEASURED[stack], -1 if stack == "sft" else 1
+        found["validation"] = sign * trainer.evaluate(dirty)[name]
+        found["test"] = trainer.evaluate(clean)[name]
+    identity = (job.task, job.arm, job.stage, job.rate, job.seed, EDITION)
+    return Record(*identity, **found, seconds=round(time.process_time() - started, 2))
 
 
-def records(stack: str) -> list[dict[str, Any]]:
-    """Return what was recorded of a stack so far."""
-    path = FOLDER / f"{stack}.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+def prepared(job: Job, plain_rate: float | None) -> Record:
+    """Do a run in a worker process."""
+    disable_progress_bars()
+    return run(job)
 
 
-def run_all(seeds: int) -> None:
-    """Run what is not recorded yet, seed by seed, so that any stop leaves whole pairs."""
-    FOLDER.mkdir(parents=True, exist_ok=True)
-    for seed in range(seeds):
-        for stack in STACKS:
-            done = {(record["arm"], record["seed"]) for record in records(stack)}
-            for arm in ARMS:
-                if (arm, seed) not in done:
-                    record = run(stack, arm, seed)
-                    with (FOLDER / f"{stack}.jsonl").open("a") as file:
-                        file.write(json.dumps(record) + "\n")
-                    print(record, flush=True)
-
-
-# two-sided 95 % quantiles of Student's t, by degrees of freedom
-T = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8: 2.31, 9: 2.26, 11: 2.20}
-
-
-def interval(values: list[float]) -> str:
-    """Return a mean with its 95 % interval."""
-    mean, n = statistics.fmean(values), len(values)
-    if n < 2:
-        return f"{mean:+.3f}"
-    half = T.get(n - 1, 2.1) * statistics.stdev(values) / math.sqrt(n)
-    return f"{mean:+.3f} ({mean - half:+.3f} to {mean + half:+.3f})"
+def read() -> dict[Job, Record]:
+    """Return what was recorded so far."""
+    current = {(stack, arm): EDITION for stack in STACKS for arm in TITLES}
+    return read_records(FOLDER, current, Record.from_json)
 
 
 def table() -> str:
     """Return the results: each arm, and its paired difference from plain training."""
-    lines = ["| stack, metric | arm | mean | difference from plain | precision | recall |",
-             "| --- | --- | --- | --- | --- | --- |"]  # fmt: skip
-    for stack in STACKS:
-        found = {(r["arm"], r["seed"]): r for r in records(stack)}
-        seeds = sorted({s for _, s in found if all((arm, s) in found for arm in ARMS)})
-        for arm in ARMS if seeds else ():
-            rows = [found[arm, seed] for seed in seeds]
-            mean = statistics.fmean(r["metric"] for r in rows)
-            gaps = [found[arm, s]["metric"] - found["plain", s]["metric"] for s in seeds]
-            known = [r["precision"] for r in rows if r.get("precision") is not None]
-            shares = [f"{statistics.fmean(known):.2f}" if known else "", ""]
-            if arm == "LossHistory":  # where nothing was flagged, nothing was found
-                shares[1] = f"{statistics.fmean(r['recall'] for r in rows):.2f}"
-            gap = "" if arm == "plain" else interval(gaps)
-            name = f"{stack}, {METRIC[stack]} ({len(seeds)} seeds)" if arm == "plain" else ""
-            lines.append(f"| {name} | {arm} | {mean:.3f} | {gap} | {shares[0]} | {shares[1]} |")
-    return "\n".join(lines)
+    records, rows = read(), []
+    for stack in map(Stack, STACKS):
+        arms = [arm for arm in TITLES if is_tuned(records, stack, arm)]
+        runs = {arm: evaluated(records, stack, arm) for arm in arms}
+        seeds = sorted(set.intersection(*map(set, runs.values()))) if len(arms) > 1 else []
+        for arm in arms if seeds else ():
+            own = [runs[arm][seed] for seed in seeds]
+            gap = interval([runs[arm][s].test - runs[PLAIN][s].test for s in seeds])
+            said = f"{gap.mean:+.3f} ({gap.low:+.3f} to {gap.high:+.3f})" if gap else ""
+            precise = [each.precision for each in own if each.precision is not None]
+            recalled = [each.recall for each in own if each.recall is not None]
+            rate = tuned(records, stack, arm)
+            rows.append(
+                (
+                    f"{stack.name}, {METRIC[stack.name]} ({len(seeds)} seeds)"
+                    if arm == PLAIN
+                    else "",
+                    f"{TITLES[arm]} ({rate.rate:g}{', at the edge' if rate.is_at_edge else ''})",
+                    f"{statistics.fmean(each.test for each in own):.3f}",
+                    "" if arm == PLAIN else said,
+                    f"{statistics.fmean(precise):.2f} ({len(precise)} runs)" if precise else "",
+                    f"{statistics.fmean(recalled):.2f}" if recalled else "",
+                )
+            )
+    headings = ("stack, metric", "arm (rate)", "mean", "difference from plain")
+    return "\n".join(as_table((*headings, "precision", "recall"), rows))
 
 
 def cost(rounds: int) -> str:
@@ -309,13 +382,15 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--stage", choices=("run", "table", "cost"), required=True)
-    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--seeds", type=int, default=24)
+    parser.add_argument("--workers", type=int, default=2, help="processes, one thread each")
     parser.add_argument("--rounds", type=int, default=12)
     options = parser.parse_args()
     torch.set_num_threads(1)
     disable_progress_bars()
     if options.stage == "run":
-        run_all(options.seeds)
+        console = Console(soft_wrap=True, highlight=False)
+        work_or_exit(Plan(options.seeds), read(), FOLDER, options.workers, console, prepared)
     else:
         print(table() if options.stage == "table" else cost(options.rounds))
 
