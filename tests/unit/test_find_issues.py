@@ -618,8 +618,8 @@ class TestCommand:
         assert cli.main(["issues", str(path), *files, "--top", "3"]) == 0
         said = capsys.readouterr().out
         found = find_issues(path)
-        assert f"{found.flagged_count} of 1,000 examples look wrong." in said
-        assert f"About {found.wrong} are: between" in said
+        assert f"{found.flagged_count} of 1,000 examples are flagged." in said
+        assert f"About {found.wrong} are wrong: between" in said
         assert "wrong label" in said
         assert len((tmp_path / "a.csv").read_text().splitlines()) == 1001
         kept = (tmp_path / "kept.txt").read_text().split()
@@ -627,7 +627,16 @@ class TestCommand:
 
     def test_the_folder_around_a_ledger(self, noisy, capsys):
         assert cli.main(["issues", str(noisy[1].parent)]) == 0
-        assert "examples look wrong" in capsys.readouterr().out
+        assert "examples are flagged" in capsys.readouterr().out
+
+    def test_doubts_come_first(self, tmp_path, capsys):
+        with Ledger(tmp_path) as ledger:
+            for _ in range(5):
+                ledger.record(range(32), torch.rand(32) + 0.1)
+        assert cli.main(["issues", str(tmp_path)]) == 0
+        said = capsys.readouterr()
+        assert said.out.startswith("Warning: The ids 0 to 31 start anew in every one of the 5")
+        assert said.err == ""
 
     def test_mistakes(self, tmp_path, capsys):
         assert cli.main(["issues", str(tmp_path / "none")]) == 1

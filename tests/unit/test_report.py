@@ -195,6 +195,32 @@ def test_positions_in_the_batch_are_not_examples(tmp_path):
     assert "look like positions in the mini-batch" in said(page_of(path))
 
 
+def test_positions_are_not_counted_without_saying_so(tmp_path):
+    with microclip.Ledger(tmp_path) as record:
+        for step in range(6):
+            record.record(range(40), [1.0 + (7 * i + step) % 13 for i in range(40)])
+    page = page_of(tmp_path)
+    assert len(page.headlines) == 1
+    assert "the result means nothing" in page.verdict[1]
+    drag = next(one for one in page.sections if one.title == "Which examples drag?")
+    assert "look like positions in the mini-batch" in drag.blocks[0].text
+
+
+def test_losses_that_are_not_finite_show_nothing(tmp_path):
+    with microclip.Ledger(tmp_path) as record:
+        for _ in range(3):
+            record.record([f"a{i}" for i in range(30)], [float("nan")] * 30)
+    (sentence,) = page_of(tmp_path).verdict
+    assert sentence.endswith("nothing was clipped in 3 steps. None of its losses is finite.")
+
+
+def test_norms_without_losses_are_not_called_losses(tmp_path):
+    run = RunFolder(tmp_path, microbatch_size=None)
+    ledgers.write(run.ledger, [[ledgers.Row([f"a{i}"], 1.0 + i) for i in range(4)]] * 3)
+    (sentence,) = page_of(tmp_path).verdict
+    assert sentence.endswith("Its gradient norms show which of 4 examples are hard.")
+
+
 def test_many_ledgers_are_too_many(tmp_path):
     paths = [ledger(tmp_path / f"run{i}" / "ledger", steps=3) for i in range(5)]
     page = page_of(*paths)

@@ -4,6 +4,7 @@ so that `--help` is quick.
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -51,6 +52,7 @@ def run(config: IssuesConfig) -> Issues:
     from rich.table import Table
     from rich.text import Text
 
+    from microclip.files import require_file_name
     from microclip.issues.find import find_issues
 
     console = Console()
@@ -58,8 +60,13 @@ def run(config: IssuesConfig) -> Issues:
     def say(text: str) -> None:
         console.print(text, soft_wrap=True, markup=False, highlight=False)
 
+    for path in (config.csv, config.parquet, config.keep):
+        if path is not None:
+            require_file_name(path)
     try:
-        found = find_issues(ledger_in(config.run), threshold=config.threshold)
+        with warnings.catch_warnings(record=True) as given:
+            warnings.simplefilter("always", UserWarning)
+            found = find_issues(ledger_in(config.run), threshold=config.threshold)
         if config.csv is not None:
             found.to_csv(config.csv)
         if config.parquet is not None:
@@ -69,8 +76,11 @@ def run(config: IssuesConfig) -> Issues:
     except ValueError as error:
         raise SystemExit(f"microclip: {error}") from error
     low, high = found.interval
-    say(f"{found.flagged_count:,} of {len(found):,} examples look wrong.")
-    say(f"About {found.wrong:,} are: between {low:,} and {high:,}.")
+    for warning in given:
+        say(f"Warning: {warning.message}")
+    flagged, wrong = found.flagged_count, found.wrong
+    say(f"{flagged:,} of {len(found):,} examples {'is' if flagged == 1 else 'are'} flagged.")
+    say(f"About {wrong:,} {'is' if wrong == 1 else 'are'} wrong: between {low:,} and {high:,}.")
     for note in found.notes:
         say(note)
     rows = found.flagged.slice(0, config.top).to_pylist()

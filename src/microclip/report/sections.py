@@ -42,6 +42,8 @@ def summary(
         found.append(_ledger_sentence(data, len(runs) > 1))
         found += _wrong_labels(data)
         found += _when_to_clip(data, len(runs) > 1)
+        start = f"{shortened(data.run.name)}: " if len(runs) > 1 else ""
+        found += [f"{start}{warning}" for warning in data.issue_warnings]
     return found or [
         f"{_count(len(runs), 'run')}. There is nothing to compare yet: a run with another "
         "micro-batch size would show what clipping does, and a ledger to which examples."
@@ -226,6 +228,8 @@ def drag(data: RunData, count: int, budget: ByteBudget, titles: tuple[str, str])
     """Show the most suspicious examples, and the table of scores."""
     tiles, notes = gallery(data, count, budget)
     blocks: list[Block] = [Paragraph(text) for text in truth_sentences(data, count)]
+    if data.is_plain:  # else they are said where it is shown what is held back
+        blocks += [Paragraph(warning, "finding") for warning in dict.fromkeys(data.warnings)]
     if not data.examples.contents:
         blocks.append(Paragraph(NO_CONTENT, "note"))
     if data.no_issues:
@@ -279,10 +283,11 @@ def _ledger_sentence(data: RunData, several: bool) -> str:
         return f"{start} {held_back_text(data)}" + domain_sentence(data, HELD_BACK)
     if data.is_plain:
         name = f"{shortened(data.run.name)} is plain training" if several else "Plain training"
-        return (
-            f"{name}: nothing was clipped in {timeline.recorded:,} steps. Its losses show which of "
-            f"{len(data.draggers):,} examples are hard."
-        )
+        what = "gradient norms" if data.draggers.losses == "none" else "losses"
+        text = f"Its {what} show which of {len(data.draggers):,} examples are hard."
+        if what == "losses" and not any(value is not None for value in timeline.loss):
+            text = "None of its losses is finite."
+        return f"{name}: nothing was clipped in {timeline.recorded:,} steps. {text}"
     name = f"In {shortened(data.run.name)}, clipping" if several else "Clipping"
     left = "" if timeline.mean_weight is None else f"left {100 * timeline.mean_weight:.0f} % of "
     text = (

@@ -57,7 +57,9 @@ def run(config: TrackConfig) -> Tracked:
         )
     except (ValueError, ImportError, RuntimeError) as error:
         raise SystemExit(f"microclip: {error}") from error
-    said = f"{found.steps:,} steps and {found.examples:,} examples were logged to {config.to}."
+    steps = "1 step" if found.steps == 1 else f"{found.steps:,} steps"
+    examples = "1 example" if found.examples == 1 else f"{found.examples:,} examples"
+    said = f"{steps} and {examples} were logged to {config.to}."
     for text in (said, *found.notes):
         console.print(text, soft_wrap=True, markup=False, highlight=False)
     return found
