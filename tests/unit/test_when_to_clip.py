@@ -90,7 +90,7 @@ def test_forecasts_that_do_not_beat_guessing_point_to_the_table_by_kind():
         _, said = advice.suggestions(figures, forecasts)
         assert why in said
         assert "expect" not in said
-        assert said.endswith("Go by your kind of data instead: docs/when-to-use.md.")
+        assert said.endswith("/docs/when-to-use.md.")
 
 
 @pytest.mark.parametrize(("b", "told"), [(4, "smallest micro-batch norm"), (1, "top tenth")])

@@ -18,7 +18,7 @@ RISE = "rise_of_top_decile"  # of the top tenth's share, since the first epoch
 FIGURES = (TOP_TENTH, SMALLEST, RISE)
 
 LUCK = 0.05  # a predictor that luck makes this good more often is not called better
-TABLE = "docs/when-to-use.md"
+TABLE = "https://github.com/microclip/microclip/blob/main/docs/when-to-use.md"
 WORDS: dict[Expected, str] = {
     "gain": "expect a gain",
     "harm": "expect harm",

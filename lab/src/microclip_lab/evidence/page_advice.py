@@ -107,7 +107,8 @@ def all_effects(found: Sequence[Decision]) -> list[str]:
 def by_rule(records: Records, studies: Sequence[Study]) -> list[str]:
     """Return what came of each rule on the plan's tasks, in a bullet each."""
     lines = []
-    for arm in ("unit-4", "unit-1", "unit-16", "minnorm-4", "minnorm-1", "minnorm-16"):
+    rules = ("unit-4", "unit-1", "unit-16", "minnorm-4", "minnorm-1", "minnorm-16", "loss-history")
+    for arm in rules:
         tried = [s for s in studies if arm in s.arms and effect(records, s, arm) is not None]
         if tried:
             lines.append(f"* **{ARMS[arm].title}**: {_came(records, tried, arm)}.")

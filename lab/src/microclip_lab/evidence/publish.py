@@ -53,7 +53,7 @@ def published(records: Records, outside: dirty_records.Records, root: Path) -> d
     guide = replaced(guide, "by kind", kinds_table(decided), GUIDE)
     guide = replaced(guide, "beforehand", forecast_lines(forecasts), GUIDE)
     judged = [s for s in STUDIES if gate(records, s) in ("passed", "none needed")]
-    by_rule = [counts(records, judged, arm) for arm in ("unit-4", "minnorm-4", "minnorm-1")]
+    by_rule = [counts(records, judged, arm) for arm in ("unit-4", "loss-history", "minnorm-4")]
     lines = [f"{'; '.join(by_rule)}.", "", *_for_readme(decided, forecasts)]
     readme = replaced(_read(root / README), "by kind", lines, README)
     return {
