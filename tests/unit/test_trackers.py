@@ -6,6 +6,7 @@ import subprocess
 import sys
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -430,6 +431,24 @@ def test_a_client_that_is_missing(name, monkeypatch, tmp_path):
     with pytest.raises(ImportError, match=message), started(name, "p", "n", tmp_path / "folder"):
         pass
     assert not (tmp_path / "folder").exists()
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
+def test_a_run_that_was_cut_short_is_not_called_finished(monkeypatch, tmp_path, error):
+    ended = []
+    run = SimpleNamespace(finish=ended.append)
+    wandb = SimpleNamespace(init=lambda **_: run)
+    mlflow = SimpleNamespace(
+        set_experiment=lambda _: None, start_run=lambda **_: run, end_run=ended.append
+    )
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.setitem(sys.modules, "mlflow", mlflow)
+    for name in ("wandb", "mlflow"):
+        with started(name, "p", "n", tmp_path):
+            pass
+        with pytest.raises(error), started(name, "p", "n", tmp_path):
+            raise error
+    assert ended == [None, 1, "FINISHED", "FAILED"]
 
 
 def test_a_client_of_mlflow_is_not_a_run():

@@ -64,7 +64,7 @@ def client_for(to: Any) -> Client:
 
 @contextmanager
 def started(to: str, project: str, name: str, folder: Path) -> Iterator[Any]:
-    """Start a run of a tracker, called by name, and end it.
+    """Start a run of a tracker, called by name, and end it: as failed if something fails.
 
     Args:
         to: One of `CLIENTS`.
@@ -74,41 +74,44 @@ def started(to: str, project: str, name: str, folder: Path) -> Iterator[Any]:
     """
     if to not in CLIENTS:
         raise ValueError(f"to must be one of {', '.join(map(repr, CLIENTS))}, but got {to!r}.")
-    run: Any
     earlier: list[Path] = []
     if to == "tensorboard":
         _imported("tensorboard")
         earlier = list(folder.glob(f"*{SUFFIX}"))
-        # purge_step: a TensorBoard that is running has read the earlier files
-        run = _imported("torch.utils.tensorboard").SummaryWriter(
-            str(folder), purge_step=0, filename_suffix=SUFFIX
-        )
-        end = run.close
-    else:
-        module = _imported(to)
-        try:
-            run, end = _start(module, to, project, name)
-        except (OSError, ValueError):
-            raise
-        except Exception as error:  # each has errors of its own
-            raise RuntimeError(f"{to} could not start a run: {error}") from error
+    try:
+        run, end = _start(to, project, name, folder)
+    except (OSError, ValueError, ImportError):
+        raise
+    except Exception as error:  # each has errors of its own
+        raise RuntimeError(f"{to} could not start a run: {error}") from error
+    whole = False
     try:
         yield run
+        whole = True
     finally:
-        end()
+        end(whole)
     for file in earlier:
         file.unlink(missing_ok=True)
 
 
-def _start(module: Any, to: str, project: str, name: str) -> tuple[Any, Callable[[], object]]:
+def _start(to: str, project: str, name: str, folder: Path) -> tuple[Any, Callable[[bool], object]]:
+    """Return a run, and what ends it, which is told whether everything was logged."""
+    if to == "tensorboard":
+        # purge_step: a TensorBoard that is running has read the earlier files
+        run = _imported("torch.utils.tensorboard").SummaryWriter(
+            str(folder), purge_step=0, filename_suffix=SUFFIX
+        )
+        return run, lambda whole: run.close()
+    module: Any = _imported(to)
     if to == "wandb":
         run = module.init(project=project, name=name)
-        return run, run.finish
+        return run, lambda whole: run.finish(None if whole else 1)
     if to == "trackio":
         run = module.init(project=project, name=name, embed=False)
-        return run, module.finish
+        return run, lambda whole: module.finish()
     module.set_experiment(project)
-    return module.start_run(run_name=name), module.end_run
+    run = module.start_run(run_name=name)
+    return run, lambda whole: module.end_run("FINISHED" if whole else "FAILED")
 
 
 def _imported(name: str) -> Any:
