@@ -114,7 +114,7 @@ class TestReading:
 
     def test_other_encodings_are_refused(self, tmp_path):
         (tmp_path / "review.csv").write_bytes("id,verdict\né,drop\n".encode("latin-1"))
-        with pytest.raises(ValueError, match="is not UTF-8 text"):
+        with pytest.raises(ValueError, match="is not UTF-8 text .* call the right format CSV UTF-8"):
             read_review(tmp_path / "review.csv")
 
 
@@ -129,7 +129,7 @@ class TestOfARun:
         [
             (
                 "999,drop,",
-                "1 of the 1 ids in {} are not in the run {}: 999 in line 2. Correct them: ids are ",
+                "1 of the 1 ids in {} is not in the run {}: 999 in line 2. Correct them: ids are ",
             ),
             ("a,drop,\n1,keep,", "1 of the 2 ids in {}: 'a' in line 2. Correct them"),
             ("0.0,drop,", "'0.0' in line 2. Correct them: ids are like 0."),
@@ -341,6 +341,13 @@ class TestTheCommand:
         assert str(error.value).startswith("microclip: ")
         assert str(path) in str(error.value)
         assert not (tmp_path / "out").exists()
+
+    @pytest.mark.parametrize("inside", ["", "/deep"])
+    def test_lists_need_a_folder(self, tmp_path, run, inside, capsys):
+        path = written(tmp_path, HEAD + "1,drop,\n")
+        assert main(["apply", str(path), "--run", str(run), "--out", f"{path}{inside}"]) == 1
+        said = capsys.readouterr().err
+        assert f"Cannot write lists to {path}{inside}: it is a file, or a folder above it" in said
 
     def test_a_file_that_is_not_there(self, tmp_path, capsys):
         assert main(["apply", str(tmp_path / "none.csv")]) == 1

@@ -95,7 +95,10 @@ def _entries(path: Path) -> Iterator[Entry]:
     try:
         text = path.read_bytes().decode("utf-8-sig")  # spreadsheets put a byte order mark in front
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 text ({error.reason}).") from error
+        raise ValueError(
+            f"{path} is not UTF-8 text ({error.reason}). Spreadsheets call the right format CSV "
+            "UTF-8: save it as that."
+        ) from error
     if not text.strip():
         raise ValueError(f"{path} is empty: export the review again.")
     return _from_json(path, text) if text.lstrip()[0] in "[{" else _from_csv(path, text)
@@ -232,8 +235,10 @@ def _labels(path: Path, texts: dict[Id, str], known: RunIds | None) -> dict[Id, 
 def _expect_ids(path: Path, seen: dict[Id, Entry], known: RunIds) -> None:
     if missing := seen.keys() - set(known.ids):
         places = [f"{one!r} in {entry.place}" for one, entry in seen.items() if one in missing]
+        verb = "is" if len(missing) == 1 else "are"
         raise ValueError(
-            f"{len(missing):,} of the {len(seen):,} ids in {path} are not in the run {known.name}: "
+            f"{len(missing):,} of the {len(seen):,} ids in {path} {verb} not in the run "
+            f"{known.name}: "
             f"{', '.join(places[:3])}{', ...' if len(places) > 3 else ''}. "
             + (
                 "This is the review of another run."

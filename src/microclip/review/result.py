@@ -123,7 +123,13 @@ class Review:
         ids_ending, labels_ending = ENDINGS[format]
         if format == "text":
             _expect_lines([one for ids in lists.values() for one in ids])
-        place.mkdir(parents=True, exist_ok=True)
+        try:
+            place.mkdir(parents=True, exist_ok=True)
+        except (FileExistsError, NotADirectoryError) as error:
+            raise NotADirectoryError(
+                f"Cannot write lists to {place}: it is a file, or a folder above it is one. Name "
+                "another folder."
+            ) from error
         names = {name: place / f"{name}.{ids_ending}" for name in ("keep", "drop")}
         labels = place / f"relabel.{labels_ending}"
         if "keep" not in lists and names["drop"].exists() and labels.exists():
