@@ -103,6 +103,19 @@ def test_without_clipping_it_is_the_stock_packed_trainer(options, b, steps):
         assert torch.allclose(one, other, rtol=1e-6, atol=1e-6)
 
 
+def test_a_mean_over_the_step_counts_no_first_token():
+    """GPT-2's Trainer counts all labels, but in a packed row the first of each text is none."""
+    losses = []
+    for clip in (None, {"microbatch_size": 1, "rule": rules.Keep(), "loss_mean": "step"}):
+        run = trl_runs.trainer(
+            "sft", trl_runs.model("gpt2"), clip=clip, completion_only_loss=False,
+            logging_strategy="steps", logging_steps=1, **PACKED,
+        )  # fmt: skip
+        run.train()
+        losses.append([entry["loss"] for entry in run.state.log_history if "loss" in entry])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+
+
 def texts_by_id(data):
     words = trl_runs.tokenizer()
     texts = [row["prompt"] + row["completion"] + "<eos>" for row in data]

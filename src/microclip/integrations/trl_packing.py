@@ -17,6 +17,7 @@ from trl.data_utils import pack_dataset
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from microclip.integrations.columns import check_column
+from microclip.integrations.example_losses import IGNORE_INDEX
 from microclip.rules import ExampleRule
 
 TOKENS = ("input_ids", "labels")  # what TRL packs
@@ -35,8 +36,10 @@ class TextCollator:
         self.collator, self.columns = collator, columns
 
     def __call__(self, features: Any) -> Any:
-        """Make a batch."""
-        return self.collator([text for row in features for text in self._texts(row)])
+        """Make a batch; as in a row without padding, no token predicts the first of a text."""
+        batch = self.collator([text for row in features for text in self._texts(row)])
+        batch["labels"][:, 0] = IGNORE_INDEX  # which some models' Trainers would count
+        return batch
 
     def _texts(self, row: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
         if LENGTHS not in row:  # a text that was not packed
