@@ -84,7 +84,7 @@ _TASKS = {
 }
 _BY_DOMAIN = (PLAIN, "minnorm-4", "minnorm-4-domains", "unit-4", "unit-4-domains", "loss-history")
 _FEW = (PLAIN, ORACLE, *RULES)
-_T5 = (PLAIN, ORACLE, *MINNORM, "unit-4", "loss-history")
+_T5 = (PLAIN, ORACLE, "minnorm-1", "minnorm-4", "unit-4", "loss-history")
 _FEW_CLEAN = (PLAIN, "minnorm-4", "unit-4", "loss-history")
 
 STUDIES: tuple[Study, ...] = (
