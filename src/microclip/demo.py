@@ -38,7 +38,7 @@ class DemoConfig:
     network on them: with plain training, with micro-batch clipping, and with LossHistory, a rule
     that holds back examples whose loss stays high. Each gets its own learning rate, tuned on
     validation images. Writes a page that compares them on clean test images and shows the training
-    images most likely to be mislabeled. Takes about a minute on two cores.
+    images most likely to be mislabeled. Takes about two minutes on two cores.
 
     More seeds for narrower intervals:  microclip demo --seeds 20
 

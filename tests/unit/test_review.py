@@ -114,7 +114,7 @@ class TestReading:
 
     def test_other_encodings_are_refused(self, tmp_path):
         (tmp_path / "review.csv").write_bytes("id,verdict\né,drop\n".encode("latin-1"))
-        with pytest.raises(ValueError, match="is not UTF-8 text .* call the right format CSV UTF-8"):
+        with pytest.raises(ValueError, match="is not UTF-8 text .* the right format CSV UTF-8"):
             read_review(tmp_path / "review.csv")
 
 

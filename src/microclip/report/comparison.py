@@ -144,7 +144,7 @@ def _verdict(comparison: Comparison, rows: Sequence[ComparisonRow]) -> str:
         no_size = not only and best.setting.rule is None
         end = "no b beats plain training here." if no_size else "plain training is better here."
     else:
-        end = "no clear difference, the interval includes 0. More seeds would narrow it."
+        end = "no clear difference, since the interval includes 0. More seeds would narrow it."
     if judge == metric and not only:
         end += (
             f" The best {'b' if best.setting.rule is None else 'setting'} was chosen by the same "

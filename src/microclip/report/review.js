@@ -228,7 +228,7 @@
     }
 
     media(row) {
-      const name = `Example ${row.name}, labelled ${this.name(row.given)}`;
+      const name = `Example ${row.name}, labeled ${this.name(row.given)}`;
       if (row.shows === "image") {
         return make("img", { src: row.uri, alt: name, className: row.pixelated ? "pixelated" : "" });
       }

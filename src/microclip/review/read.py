@@ -54,7 +54,7 @@ def read_review(path: PathLike, run: PathLike | None = None) -> Review:
 
     Args:
         path: A CSV file with the columns id and verdict ("keep", "relabel" or "drop"), and label
-            for relabelled examples; other columns are ignored, and so are rows without a verdict.
+            for relabeled examples; other columns are ignored, and so are rows without a verdict.
             Or the JSON file that the page exports.
         run: The folder of the run or its ledger. With it, every id must be one of the run, new
             labels must be among its classes, and `Review.kept_ids` knows all ids.

@@ -34,7 +34,7 @@ class Review:
 
     Attributes:
         verdicts: "keep", "relabel" or "drop", by id.
-        labels: The new labels of relabelled examples, by id.
+        labels: The new labels of relabeled examples, by id.
         run_ids: All ids of the run, in ascending order; None if the review was read without it.
     """
 
@@ -177,9 +177,9 @@ class ReviewedDataset(Dataset[Any]):
     def __getitem__(self, index: int) -> Any:
         sample = self.dataset[self.places[index]]
         new = self.labels.get(self.ids[index])
-        return sample if new is None else self._relabelled(sample, new)
+        return sample if new is None else self._relabeled(sample, new)
 
-    def _relabelled(self, sample: Any, new: Label) -> Any:
+    def _relabeled(self, sample: Any, new: Label) -> Any:
         if isinstance(sample, Mapping):
             key = self.label
             if key is None:
