@@ -390,6 +390,19 @@ class TestBadInput:
         with pytest.warns(UserWarning, match="positions in the mini-batch, not examples"):
             find_issues(tmp_path)
 
+    @pytest.mark.parametrize("labels", [lambda one: 0, (0 for _ in range(9))])
+    def test_labels_that_cannot_be_looked_up(self, noisy, labels):
+        with pytest.raises(TypeError, match="labels must be a mapping from ids to classes, or a s"):
+            find_issues(noisy[1], labels)
+
+    def test_no_ledger(self):
+        with pytest.raises(TypeError, match="ledger must be a folder, .* got an object of type N"):
+            find_issues(None)
+
+    def test_all_ids_may_be_a_tensor(self, noisy):
+        found = find_issues(noisy[1])
+        assert found.kept_ids(torch.arange(1000)) == found.kept_ids(range(1000))
+
     def test_no_ids_at_all(self, tmp_path):
         said = "ids must hold one entry per example, but got None"
         with Ledger(tmp_path) as ledger, pytest.raises(ValueError, match=said):

@@ -221,6 +221,11 @@ def test_norms_without_losses_are_not_called_losses(tmp_path):
     assert sentence.endswith("Its gradient norms show which of 4 examples are hard.")
 
 
+def test_a_gallery_of_less_than_nothing(tmp_path):
+    with pytest.raises(ValueError, match="gallery must be 0 or more, but got -3."):
+        write_report([tmp_path], tmp_path / "page.html", gallery=-3)
+
+
 def test_many_ledgers_are_too_many(tmp_path):
     paths = [ledger(tmp_path / f"run{i}" / "ledger", steps=3) for i in range(5)]
     page = page_of(*paths)

@@ -123,6 +123,7 @@ class TestOfARun:
         review = read_review(written(tmp_path, HEAD + "3,drop,\n4,relabel,0\n"), run=run)
         assert review.kept_ids() == [i for i in range(COUNT) if i != 3]
         assert read_review(tmp_path / "review.csv", run / "ledger").kept_ids() == review.kept_ids()
+        assert review.kept_ids(torch.arange(COUNT)) == review.kept_ids()
 
     @pytest.mark.parametrize(
         ("line", "message"),

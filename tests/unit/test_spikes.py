@@ -33,6 +33,7 @@ class TestSteps:
         found = spikes(plain(tmp_path))
         assert (len(found), found.steps) == (0, 60)
         assert len(found.table) == 0
+        assert found.table.schema.names == spikes(tmp_path, threshold=1e-9).table.schema.names
 
     def test_one_row_breaks_a_step(self, tmp_path):
         found = spikes(plain(tmp_path, {40: [1.0, 1.0, 30.0]}))

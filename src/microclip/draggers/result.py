@@ -168,7 +168,7 @@ def remaining_ids(
     if all_ids is None:
         ordered: list[Id] = known.take(pc.array_sort_indices(known)).to_pylist()
         return [one for one in ordered if one not in removed]
-    every_id = list(all_ids)
+    every_id = [one.item() if hasattr(one, "item") else one for one in all_ids]
     if unknown := removed.difference(every_id):
         some = ", ".join(repr(one) for one in sorted(unknown, key=str)[:3])
         kind = "integers" if pa.types.is_integer(known.type) else "strings"

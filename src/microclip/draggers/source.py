@@ -36,6 +36,19 @@ LedgerLike = str | os.PathLike[str] | Ledger | Record
 Parts = dict[int, Sequence[Path]]  # the files of each rank, in the order of their steps
 
 
+def open_record(ledger: LedgerLike) -> Record:
+    """Return an open ledger: of a folder, of a `Ledger` that is still being written, or itself."""
+    if isinstance(ledger, Ledger):
+        ledger.flush()
+        ledger = ledger.path
+    if not isinstance(ledger, str | os.PathLike | Record):
+        raise TypeError(
+            "ledger must be a folder, a microclip.Ledger or the result of open_ledger(), but got "
+            f"an object of type {type(ledger).__name__}."
+        )
+    return ledger if isinstance(ledger, Record) else open_ledger(ledger)
+
+
 @dataclass(frozen=True)
 class Source:
     """An open ledger."""
@@ -49,15 +62,7 @@ class Source:
     @classmethod
     def open(cls, ledger: LedgerLike) -> Source:
         """Open a ledger: a folder, a `Ledger` that is still being written, or a `Record`."""
-        if isinstance(ledger, Ledger):
-            ledger.flush()
-            ledger = ledger.path
-        if not isinstance(ledger, str | os.PathLike | Record):
-            raise TypeError(
-                "ledger must be a folder, a microclip.Ledger or the result of open_ledger(), but "
-                f"got an object of type {type(ledger).__name__}."
-            )
-        record = ledger if isinstance(ledger, Record) else open_ledger(ledger)
+        record = open_record(ledger)
         return cls(
             record.path,
             record.ids_are_integers,

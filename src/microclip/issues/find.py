@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 
 from microclip.draggers.evidence import Evidence, gather
 from microclip.draggers.scoring import are_positions
-from microclip.draggers.source import LedgerLike, Source
+from microclip.draggers.source import LedgerLike, Source, open_record
 from microclip.draggers.statistics import Numbers, Values
 from microclip.issues.estimate import estimate
 from microclip.issues.history import UNKNOWN, History, read_history
@@ -25,7 +25,6 @@ from microclip.issues.result import (
     WRONG_LABEL,
     Issues,
 )
-from microclip.ledger import Ledger, Record, open_ledger
 from microclip.user_warnings import warn
 
 FEWEST = 20  # examples; fewer say nothing about what is usual
@@ -58,7 +57,7 @@ def find_issues(
     """
     if not 0 < threshold <= 1:
         raise ValueError(f"threshold must be above 0 and at most 1, but got {threshold!r}.")
-    record = _open(ledger)
+    record = open_record(ledger)
     source = Source.open(record)
     _expect_losses(source)
     evidence = gather(source, norms=False, mean_losses=False)
@@ -69,13 +68,6 @@ def find_issues(
     if given is not None:
         _expect_recorded(evidence, history, given)
     return _judge(evidence, history, record.classes, threshold)
-
-
-def _open(ledger: LedgerLike) -> Record:
-    if isinstance(ledger, Ledger):
-        ledger.flush()
-        ledger = ledger.path
-    return ledger if isinstance(ledger, Record) else open_ledger(ledger)
 
 
 def _expect_losses(source: Source) -> None:
@@ -120,6 +112,11 @@ def _given_labels(evidence: Evidence, labels: Labels, classes: int | None) -> Nu
     """Return the label of each example, in the order of the index."""
     found = np.full(len(evidence), UNKNOWN)
     by_id = isinstance(labels, Mapping)
+    if not hasattr(labels, "__getitem__"):
+        raise TypeError(
+            "labels must be a mapping from ids to classes, or a sequence whose places are the ids, "
+            f"but got an object of type {type(labels).__name__}."
+        )
     for place, one in enumerate(evidence.index.ids.to_pylist()):
         inside = one in labels if by_id else isinstance(one, int) and 0 <= one < len(labels)
         if not inside:

@@ -48,6 +48,8 @@ def write_report(
         raise TypeError(f"runs must be a list of folders, but got the single {str(runs)!r}.")
     if not runs:
         raise ValueError("runs must name at least one folder.")
+    if gallery < 0:
+        raise ValueError(f"gallery must be 0 or more, but got {gallery}.")
     require_file_name(output)
     paths = list({Path(path).resolve(): Path(path) for path in runs}.values())
     findings = read_findings(paths, gallery, say)

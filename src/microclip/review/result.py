@@ -70,7 +70,7 @@ class Review:
                 "The review knows only the examples that were reviewed. Pass all_ids= with those "
                 "of the whole data set, or read it with read_review(path, run=...)."
             )
-        every_id = list(self.run_ids or () if all_ids is None else all_ids)
+        every_id = _plain(self.run_ids or () if all_ids is None else all_ids)
         self._expect_all(every_id)
         dropped = set(self.dropped)
         return [one for one in every_id if one not in dropped]
@@ -92,7 +92,7 @@ class Review:
             else:
                 own = ids_in(dataset, "ids= with the id of each example")
                 ids = range(len(dataset)) if own is None else own
-        plain = [one.item() if hasattr(one, "item") else one for one in ids]
+        plain = _plain(ids)
         if len(plain) != len(dataset):
             raise ValueError(
                 f"ids must hold one id per example: there are {len(dataset)} examples, but "
@@ -198,6 +198,11 @@ class ReviewedDataset(Dataset[Any]):
         if hasattr(sample, "_make"):  # a named tuple
             return sample._make(changed)
         return type(sample)(changed)
+
+
+def _plain(ids: Iterable[Any]) -> list[Id]:
+    """Return ids as a list; those of tensors and arrays as Python's numbers."""
+    return [one.item() if hasattr(one, "item") else one for one in ids]
 
 
 def _expect_lines(ids: Sequence[Id]) -> None:

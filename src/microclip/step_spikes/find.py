@@ -22,6 +22,19 @@ from microclip.step_spikes.series import (
 )
 
 NEAR = 1  # spikes at most this many recorded steps apart are one
+COLUMNS = pa.schema(
+    {
+        "step": pa.int64(),
+        "loss_score": pa.float64(),
+        "norm_score": pa.float64(),
+        "id": pa.string(),
+        "loss": pa.float64(),
+        "loss_share": pa.float64(),
+        "microbatch_norm": pa.float64(),
+        "energy_share": pa.float64(),
+        "microbatch_size": pa.int64(),
+    }
+)
 FAR = 3.0  # times the usual loss or gradient energy, and that of the step's median row
 
 
@@ -96,7 +109,7 @@ class Spikes:
                 value = pa.scalar(getattr(spike, name), kind)
                 rows = rows.add_column(place, name, pa.repeat(value, len(rows)))
             tables.append(rows)
-        return pa.concat_tables(tables) if tables else pa.table({"step": pa.array([], pa.int64())})
+        return pa.concat_tables(tables) if tables else COLUMNS.empty_table()
 
     def to_csv(self, path: PathLike) -> None:
         """Write `table` as CSV; texts that spreadsheets would run get an apostrophe in front."""
