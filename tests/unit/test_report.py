@@ -221,6 +221,18 @@ def test_norms_without_losses_are_not_called_losses(tmp_path):
     assert sentence.endswith("Its gradient norms show which of 4 examples are hard.")
 
 
+@pytest.mark.parametrize(("b", "start"), [(None, "Plain training: nothing"), (1, "Nothing")])
+def test_norms_that_were_only_recorded_are_not_said_to_be_clipped(tmp_path, b, start):
+    """What a Clipper with rule=Keep() records."""
+    path = tmp_path if b is None else RunFolder(tmp_path, microbatch_size=b).ledger
+    rows = [[ledgers.Row([f"a{i}"], 1.0 + i, losses=[0.1 * i]) for i in range(4)]] * 3
+    ledgers.write(path, rows)
+    page = page_of(tmp_path)
+    assert page.verdict[0].startswith(f"{start} was clipped in 3 steps. Its losses show which of 4")
+    assert "Gradients" in (titles := [section.title for section in page.sections])
+    assert "Held back most" not in titles
+
+
 def test_a_gallery_of_less_than_nothing(tmp_path):
     with pytest.raises(ValueError, match="gallery must be 0 or more, but got -3."):
         write_report([tmp_path], tmp_path / "page.html", gallery=-3)

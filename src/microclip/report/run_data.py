@@ -342,9 +342,8 @@ class RunData:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it was described as plain training or has no norms, and its weights agree."""
-        said = self.run.is_plain or not self.timeline.has_norms
-        return said and self.timeline.mean_weight == 1 and self.held is None
+        """Whether nothing was clipped: all weights are 1, as in plain training and with `Keep`."""
+        return self.timeline.mean_weight == 1 and self.held is None
 
     @property
     def is_clipped(self) -> bool:

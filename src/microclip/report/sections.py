@@ -282,12 +282,15 @@ def _ledger_sentence(data: RunData, several: bool) -> str:
         start = f"In {shortened(data.run.name)}, the rule" if several else "The rule"
         return f"{start} {held_back_text(data)}" + domain_sentence(data, HELD_BACK)
     if data.is_plain:
-        name = f"{shortened(data.run.name)} is plain training" if several else "Plain training"
+        name = shortened(data.run.name)
+        start = f"{name} is plain training: nothing" if several else "Plain training: nothing"
+        if data.run.described and not data.run.is_plain:
+            start = f"In {name}, nothing" if several else "Nothing"
         what = "gradient norms" if data.draggers.losses == "none" else "losses"
         text = f"Its {what} show which of {len(data.draggers):,} examples are hard."
         if what == "losses" and not any(value is not None for value in timeline.loss):
             text = "None of its losses is finite."
-        return f"{name}: nothing was clipped in {timeline.recorded:,} steps. {text}"
+        return f"{start} was clipped in {timeline.recorded:,} steps. {text}"
     name = f"In {shortened(data.run.name)}, clipping" if several else "Clipping"
     left = "" if timeline.mean_weight is None else f"left {100 * timeline.mean_weight:.0f} % of "
     text = (
