@@ -5,6 +5,7 @@ Some lines here, more with the mark `full`, and all of them in benchmarks/interr
 
 import signal
 import threading
+from contextlib import suppress
 
 import pytest
 import torch
@@ -77,6 +78,35 @@ def test_between_fold_and_finish(line):
     cell.step = step
     for how in WAYS.values():
         assert cell.strike(line * 3, how) == ""
+
+
+@pytest.mark.parametrize(("engine", "every"), [("stream", 2), ("two_pass", 4), ("fused", 2)])
+def test_no_hook_is_left_behind(engine, every):
+    """Not even at the lines that add hooks to parameters and remove them again."""
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
+    parameters, batch = list(model.parameters()), torch.randn(6, 3)
+    own = parameters[0].register_post_accumulate_grad_hook(lambda _: None)
+    if engine == "fused":  # which refuses them
+        own.remove()
+    clipper = microclip.Clipper(model, 2, engine=engine, verify="always")
+
+    def hooks():
+        return [len(parameter._post_accumulate_grad_hooks or ()) for parameter in parameters]
+
+    def step(line, how=None):
+        with interrupted.Interrupter(line, how) as counter:
+            clipper.backward(lambda x: model(x).square().mean(1), batch)
+        return counter.places
+
+    step(None)
+    before, files = hooks(), step(None)
+    places = [
+        n for n, file in enumerate(files, 1) if file in ("gradients.py", "two_pass.py", "chunk.py")
+    ]
+    for line in places[::every]:
+        with suppress(KeyboardInterrupt):  # some steps have fewer lines
+            step(line, interrupted.send_signal)
+        assert hooks() == before
 
 
 def test_a_rule_and_a_ledger_know_every_finished_step(tmp_path):

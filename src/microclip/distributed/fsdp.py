@@ -10,7 +10,7 @@ reduced, in shards, and is streamed: the accumulator is sharded as well.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal
 
 import torch
@@ -28,6 +28,7 @@ from microclip.engines.gradients import (
     LossFn,
     backward,
     evaluate,
+    gradient_hooks,
     set_aside,
     take,
     trainable,
@@ -297,8 +298,7 @@ class RankScope(Engine):
         self._fsdp.note_unused(self.parameters, used)
         return multitensor.join(sending.norms, self.device)
 
-    @contextmanager
-    def _dropping(self, used: set[str]) -> Iterator[None]:
+    def _dropping(self, used: set[str]) -> AbstractContextManager[None]:
         """Inside the block, drop gradient shards (zeros, since nothing was sent) immediately."""
 
         def drop(name: str) -> Callable[[nn.Parameter], None]:
@@ -308,15 +308,7 @@ class RankScope(Engine):
 
             return hook
 
-        handles: list[Any] = []
-        try:
-            for name, parameter in self.parameters.items():
-                handle = parameter.register_post_accumulate_grad_hook(drop(name))  # type: ignore[no-untyped-call]
-                handles.append(handle)
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
+        return gradient_hooks(self.parameters, drop)
 
     def finish(self) -> Gradients:
         """Second backward pass: the weighted gradients, which FSDP averages over ranks."""

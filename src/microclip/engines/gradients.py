@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.nn.parameter import UninitializedParameter
+from torch.utils.hooks import RemovableHandle
 
 from microclip import multitensor
 from microclip.microbatches import Microbatch
@@ -241,13 +242,31 @@ def watching_hooks(parameters: dict[str, nn.Parameter]) -> Iterator[None]:
 
         return hook
 
-    handles = []
-    try:
-        for name, parameter in parameters.items():
-            if getattr(parameter, "_post_accumulate_grad_hooks", None):  # ours runs after them
-                handle = parameter.register_post_accumulate_grad_hook(check(name))  # type: ignore[no-untyped-call]
-                handles.append(handle)
+    hooks = "_post_accumulate_grad_hooks"
+    hooked = {name: p for name, p in parameters.items() if getattr(p, hooks, None)}
+    with gradient_hooks(hooked, check):  # ours run after them
         yield
+
+
+@contextmanager
+def gradient_hooks(
+    parameters: dict[str, nn.Parameter], hook_for: Callable[[str], Callable[[nn.Parameter], None]]
+) -> Iterator[None]:
+    """Inside the block, call a hook for every parameter whose gradient is complete.
+
+    No interrupt leaves any of them: one that hits while they are removed lets it be done again.
+    """
+    handles: list[RemovableHandle] = []
+    try:
+        try:
+            for name, parameter in parameters.items():
+                hook = hook_for(name)
+                # in one line: Ctrl-C comes before or after
+                handles.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
     finally:
         for handle in handles:
             handle.remove()

@@ -31,6 +31,7 @@ from microclip.engines.gradients import (
     add_multiple,
     backward,
     evaluate,
+    gradient_hooks,
     set_aside,
     take,
     unscale,
@@ -194,8 +195,9 @@ class TwoPass(Engine):
             for name, gradient in take(self.parameters).items():
                 receive(name, gradient)
 
-    @contextmanager
-    def _each_gradient(self, receive: Callable[[str, Tensor], None]) -> Iterator[None]:
+    def _each_gradient(
+        self, receive: Callable[[str, Tensor], None]
+    ) -> AbstractContextManager[None]:
         """Inside the block, pass every gradient to `receive` instead of keeping it in `.grad`."""
 
         def hook_for(name: str) -> Callable[[nn.Parameter], None]:
@@ -210,15 +212,7 @@ class TwoPass(Engine):
 
             return hook
 
-        handles = []
-        try:
-            for name, parameter in self.parameters.items():
-                handle = parameter.register_post_accumulate_grad_hook(hook_for(name))  # type: ignore[no-untyped-call]
-                handles.append(handle)
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
+        return gradient_hooks(self.parameters, hook_for)
 
     def _expect_no_doubts(self) -> None:
         """Raise if the previous step turned out wrong, which was not read until now."""

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from microclip import multitensor
 from microclip.engines.base import CannotFuseError
-from microclip.engines.gradients import Gradients, add_multiple, set_aside
+from microclip.engines.gradients import Gradients, add_multiple, gradient_hooks, set_aside
 from microclip.engines.single_pass.contributions import (
     Contribution,
     Materialized,
@@ -156,21 +156,13 @@ class ChunkContributions:
 
             return hook
 
-        handles = [
-            parameter.register_post_accumulate_grad_hook(compare(name))  # type: ignore[no-untyped-call]
-            for name, parameter in parameters.items()
-            if not self._has_late_segments
-        ]
-        try:
-            with set_aside(parameters):
-                yield comparison
-                if self._has_late_segments:
-                    for name, parameter in parameters.items():
-                        if parameter.grad is not None:
-                            comparison.add(name, mine(name), parameter.grad)
-        finally:
-            for handle in handles:
-                handle.remove()
+        late = self._has_late_segments
+        with gradient_hooks({} if late else parameters, compare), set_aside(parameters):
+            yield comparison
+            if late:
+                for name, parameter in parameters.items():
+                    if parameter.grad is not None:
+                        comparison.add(name, mine(name), parameter.grad)
         for name in (*small, *self._of):
             if name not in comparison:
                 comparison.add(name, mine(name), None)
