@@ -197,6 +197,31 @@ def test_losses_that_are_not_shares_of_the_step_are_refused(tmp_path, stack):
     assert run_with(share_of_the_step, 4, 2).clipper.step > 1
 
 
+@pytest.mark.filterwarnings("ignore:.*compute_loss_func. is deprecated:FutureWarning")
+@pytest.mark.parametrize("own", [True, False])
+def test_domains_cut_a_batch_that_is_the_whole_step(tmp_path, own):
+    """Bert ignores num_items_in_batch, so the mean of each domain is not its share of the step."""
+    data = [row | {"place": "ab"[i % 3 == 0]} for i, row in enumerate(examples("bert"))]
+    clip = {"loss_mean": "step", "rule": KEEP, "domain_column": "place"}
+    clip |= {"compute_loss_func": mean_over_classes} if own else {}
+    sizes = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
+    watch, plain = Watch(), Watch()
+    run = trainer(tmp_path, bert(), data, clip=clip, watch=[watch], **sizes)
+    if own:
+        with pytest.raises(NotImplementedError, match="does not halve if num_items_in_batch dou"):
+            run.train()
+        return
+    run.train()
+    rows = [{name: row[name] for name in ("input_ids", "labels")} for row in data]
+    trainer(tmp_path, bert(), rows, kind=InOrderPlain, watch=[plain], **sizes).train()
+    for one, other in zip(watch.gradients, plain.gradients, strict=True):
+        properties.assert_close(one, other, 1e-5)
+
+
+def mean_over_classes(outputs, labels, num_items_in_batch=None):
+    return F.cross_entropy(outputs.logits, labels)
+
+
 @pytest.mark.parametrize("mean", ["microbatch", "example", "step"])
 def test_rule_and_ledger_see_an_examples_own_mean(tmp_path, mean):
     """Whatever the gradient is the mean over, a long text's loss does not count for more."""

@@ -281,6 +281,7 @@ class ClippedTrainerMixin:
         trainer: Any = self
         each, rule, mean = None, self._example_rule, self._loss_mean
         is_cut = self._size is not None and (batch_size is None or self._size < batch_size)
+        is_cut |= domains is not None  # which micro-batches never mix
         if is_cut or rule is not None or mean == "example":  # else there is only one micro-batch
             each = self._losses.find(model, inputs)
             if each is not None and rule is not None and rule.is_one_pass:
