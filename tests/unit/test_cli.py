@@ -83,7 +83,7 @@ def test_help_of_the_demo_teaches(capsys):
         main(["demo", "--help"])
     text = capsys.readouterr().out
     assert exit_.value.code == 0
-    for part in ("about a minute", "microclip demo --seeds 20", "default: demo-output"):
+    for part in ("about two minutes", "microclip demo --seeds 20", "default: demo-output"):
         assert part in text
 
 
