@@ -463,6 +463,28 @@ def test_a_module_without_a_run():
         client_for(wandb)
 
 
+@pytest.mark.parametrize(
+    ("given", "described", "files"),
+    [("run", False, "run"), ("run/ledger", True, "run"), ("run/ledger", False, "run/ledger")],
+)
+def test_a_run_is_not_called_ledger(tmp_path, monkeypatch, given, described, files):
+    with microclip.Ledger(tmp_path / "run" / "ledger") as ledger:
+        for _ in range(2):
+            ledger.record(["a", "b"], torch.ones(2))
+    if described:
+        (tmp_path / "run" / "run.json").touch()
+    called = []
+
+    @contextmanager
+    def start(to, project, name, folder):
+        called.append((name, folder.relative_to(tmp_path)))
+        yield Memory()
+
+    monkeypatch.setattr("microclip.trackers.tracker.started", start)
+    microclip.track(tmp_path / given, to="tensorboard")
+    assert called == [("run", Path(files) / "tensorboard")]
+
+
 def test_the_command(tmp_path, capsys):
     run = recorded(tmp_path / "run")
     (run.path / "tensorboard").mkdir()

@@ -14,6 +14,7 @@ from typing import Any
 from microclip.draggers.source import LedgerLike, Source
 from microclip.ledger import Ledger, Record, open_ledger
 from microclip.outcome import Outcome
+from microclip.report.folder import LEDGER, RUN
 from microclip.report.runs import find_ledger
 from microclip.trackers.clients import client_for, started
 from microclip.trackers.examples import Show, worst_examples
@@ -155,15 +156,20 @@ def track(
         most: How many examples the table holds.
         show: A function that returns the text or the pixels of an example by its id.
         project: If `to` is a name: the project or experiment that the run belongs to.
-        name: If `to` is a name: that of the run. By default the name of its folder.
+        name: If `to` is a name: that of the run. By default that of its folder, or of the one
+            around a folder called "ledger".
     """
     options: dict[str, Any] = {"every": every, "most": most, "show": show}
     if not isinstance(to, str):
         return Tracker(to, **options).update(ledger, whole=True)
     record = _open(ledger)  # before a run is started for nothing
-    inside = record.path.name == "ledger" and (record.path.parent / "run.json").exists()
-    run = record.path.parent if inside else record.path
-    with started(to, project, name or run.resolve().name, run / "tensorboard") as client:
+    around = record.path.resolve()
+    around = around.parent if around.name == LEDGER else around
+    is_run = (around / RUN).exists()
+    if isinstance(ledger, str | os.PathLike):
+        is_run |= Path(ledger).resolve() == around
+    run = around if is_run else record.path
+    with started(to, project, name or around.name, run / "tensorboard") as client:
         return Tracker(client, **options).update(record, whole=True)
 
 
