@@ -1,4 +1,4 @@
-"""Adaptive micro-batch clipping for PyTorch: train better on data that is not clean."""
+"""Adaptive micro-batch clipping for PyTorch, and a record that finds bad data."""
 
 import warnings
 from importlib import import_module

@@ -19,7 +19,7 @@ import microclip
 
 GROUP = "microclip.commands"
 
-ABOUT = """Adaptive micro-batch clipping for PyTorch: train better on data that is not clean.
+ABOUT = """Adaptive micro-batch clipping for PyTorch, and a record that finds bad data.
 
 usage: microclip COMMAND [options]
 
