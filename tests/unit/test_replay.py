@@ -131,7 +131,7 @@ class TestAnotherState:
         row = torch.randperm(COUNT)[4].item()
         dataset.tensors[0][row] *= 100
         found = again(tmp_path, model, dataset)
-        assert f"Only 1 of 9 losses differ, those of {row}:" in found.notes[0]
+        assert f"Only 1 of 9 losses differs, that of {row}:" in found.notes[0]
         assert found.table["id"][0].as_py() == row
 
     def test_other_parameters_are_trained(self, tmp_path):

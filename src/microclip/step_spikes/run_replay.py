@@ -238,6 +238,11 @@ def _sentences(
             f"before step {step}, or loss_fn, the data or the mode (train, eval) are not the same. "
             "Load the last checkpoint before the step."
         ]
+    if len(losses) == 1:
+        return [
+            f"Only 1 of {count} losses differs, that of {ids[losses[0]]!r}: the data of this row is "
+            "not what it was (augmentation, an edited file), or it depends on random numbers."
+        ]
     if len(losses):
         names = ", ".join(repr(ids[row]) for row in losses[:SHOWN])
         more = ", ..." if len(losses) > SHOWN else ""
@@ -247,9 +252,13 @@ def _sentences(
             "random numbers."
         ]
     return [
-        f"All losses on record came out again, but {len(norms)} norms differ: other parameters are "
+        f"All losses on record came out again, but {_counted(norms)}: other parameters are "
         "trainable now, or loss_fn differentiates something else."
     ]
+
+
+def _counted(norms: Sequence[int]) -> str:
+    return "1 norm differs" if len(norms) == 1 else f"{len(norms)} norms differ"
 
 
 def _blind_spots(source: Source, recorded: dict[str, Any], model: nn.Module) -> list[str]:
