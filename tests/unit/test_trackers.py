@@ -385,16 +385,20 @@ def test_what_cannot_be_shown_costs_no_table(tmp_path, writer, shown, error):
     assert "ud800 text" in shown_text(read_back(writer))
 
 
-def test_a_picture_that_leads_elsewhere_is_left_out(tmp_path):
+def test_a_picture_that_leads_elsewhere_is_left_out(tmp_path, monkeypatch):
     run = recorded(tmp_path / "run")
     (tmp_path / "secret.png").write_bytes(b"\x89PNG secret")
     with open(run.path / "examples.jsonl", "a") as file:
         file.write('{"id": 0, "kind": "image", "file": "../secret.png"}\n')
     memory = Memory()
-    microclip.track(run.path, to=memory, most=COUNT)
+    tracked = microclip.track(run.path, to=memory, most=COUNT)
     rows = {row.values["id"]: row for row in memory.tables[35].rows}
     assert rows[0].picture is None
     assert rows[20].picture is not None
+    assert tracked.notes[-1].startswith("Text or picture of example 0 cannot be shown: ")
+    monkeypatch.setattr("microclip.trackers.examples.MOST_BYTES", 10)
+    tracked = microclip.track(run.path, to=Memory(), most=COUNT)
+    assert tracked.notes[-1].endswith("The table has reached its size limit.")
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from microclip.draggers import score
 from microclip.issues import find_issues
 from microclip.ledger import Record
 from microclip.report.folder import EXAMPLES
-from microclip.report.media import ByteBudget, LeftOutError, png
+from microclip.report.media import FULL, ByteBudget, LeftOutError, png
 from microclip.report.run_data import Content, read_examples
 
 OF_ISSUES = (
@@ -155,9 +155,8 @@ def _not_shown(failed: Sequence[tuple[Any, Exception]]) -> Iterator[str]:
     ids = ", ".join(repr(one) for one, _ in failed[:3]) + ", ..." * (len(failed) > 3)
     whose = f"example {ids}" if len(failed) == 1 else f"{len(failed)} examples ({ids})"
     error = failed[0][1]
-    yield _encodable(
-        f"Text or picture of {whose} cannot be shown: {type(error).__name__}: {error!s:.200}"
-    )
+    kind = "" if isinstance(error, LeftOutError) else f"{type(error).__name__}: "
+    yield _encodable(f"Text or picture of {whose} cannot be shown: {kind}{error!s:.200}")
 
 
 def _described(record: Record, known: pa.ChunkedArray, shown: Sequence[Any]) -> Show:
@@ -177,6 +176,8 @@ def _content(run: Path, content: Content | None, budget: ByteBudget) -> str | by
         return content.text
     try:
         media = budget.embed(run, content.file or "", "image", content.checksum)
-    except LeftOutError:
-        return None
+    except LeftOutError as error:
+        if str(error) == FULL:  # which speaks of a page
+            raise LeftOutError("The table has reached its size limit.") from error
+        raise
     return base64.b64decode(media.uri.partition(",")[2])
