@@ -240,8 +240,8 @@ def _sentences(
         ]
     if len(losses) == 1:
         return [
-            f"Only 1 of {count} losses differs, that of {ids[losses[0]]!r}: the data of this row is "
-            "not what it was (augmentation, an edited file), or it depends on random numbers."
+            f"Only 1 of {count} losses differs, that of {ids[losses[0]]!r}: the data of this row "
+            "is not what it was (augmentation, an edited file), or it depends on random numbers."
         ]
     if len(losses):
         names = ", ".join(repr(ids[row]) for row in losses[:SHOWN])
