@@ -129,14 +129,26 @@ def test_ties_that_rounding_breaks_excuse_nothing():
         assert clipper.backward(loss_fn, (x, y)).engine == "stream"
 
 
+class Halved(nn.Linear):
+    """A layer whose parameters are wide, and that computes in half precision."""
+
+    def forward(self, x):
+        return F.linear(x.bfloat16(), self.weight.bfloat16(), self.bias.bfloat16())
+
+
+@pytest.mark.parametrize("layer", [nn.Linear, Halved])
 @pytest.mark.parametrize("depth", [4, 8])
 @pytest.mark.parametrize("name", ["centers", "normalizes"])
-def test_half_precision_excuses_no_mixing(name, depth):
+def test_half_precision_excuses_no_mixing(name, depth, layer):
     """A deep model in bfloat16 has gradients with errors of several percent, but not of half."""
     mix = {"centers": lambda g: g - g.mean(0) / 2, "normalizes": lambda g: g / g.norm() * 0.1}
     torch.manual_seed(0)
-    layers = [nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.LayerNorm(32)) for _ in range(depth)]
-    body, last = nn.Sequential(*layers).bfloat16(), nn.Linear(32, 5).bfloat16()
+    norm = {"elementwise_affine": layer is nn.Linear}
+    layers = [layer(32, 32) if i % 2 else nn.LayerNorm(32, **norm) for i in range(2 * depth)]
+    body = nn.Sequential(*(nn.Sequential(each, nn.GELU()) for each in layers))
+    last = layer(32, 5)
+    if layer is nn.Linear:
+        body, last = body.bfloat16(), last.bfloat16()
 
     def loss_fn(batch, mixes=True):
         hidden = body(batch[0])

@@ -19,12 +19,16 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
+from microclip import multitensor
 from microclip.engines.gradients import Gradients
 from microclip.engines.single_pass.verify import Comparison
 
 WIDER = 32.0  # times the usual rounding error, in the second run:
 LINEAR = 4.0  # times the effect is what rounding has at least, and nothing else
 REPEATS = 3  # of each run, because errors may cancel
+# Times what one rounding error per operation does is still rounding: sums have many. In half
+# precision they are added up in float32, and rounded once.
+NOISE, NOISE_HALF = 16.0, 2.0
 
 
 class ExtraRounding(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -37,6 +41,7 @@ class ExtraRounding(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, units: float = 1.0, seed: int = 0) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._units, self._seed = units, seed
+        self.has_halves = False  # whether any result was in half precision
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -51,6 +56,7 @@ class ExtraRounding(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return exact
         if bool((exact == exact.round()).all()):
             return exact
+        self.has_halves |= exact.dtype in multitensor.HALF
         error = self._units * torch.finfo(exact.dtype).eps
         rounded = exact * (1 + error * self._signs(exact))
         return torch.where(rounded.isfinite(), rounded, exact)
@@ -81,22 +87,26 @@ def rounding_explains(
     """
     try:
         exact = gradients()
-        noise = _most_moved(gradients, exact, 1.0)
-        if difference.suspect(rounded, noise) is not None:
+        noise, has_halves = _most_moved(gradients, exact, 1.0)
+        if difference.suspect(rounded, noise, NOISE_HALF if has_halves else NOISE) is not None:
             return False
-        wider = _most_moved(gradients, exact, WIDER)
+        wider, _ = _most_moved(gradients, exact, WIDER)
     except Exception:  # an operation that cannot stand it: nothing is known
         return False
     return math.isfinite(wider.error) and LINEAR * noise.error <= wider.error
 
 
-def _most_moved(gradients: Callable[[], Gradients], exact: Gradients, units: float) -> Comparison:
-    found = []
+def _most_moved(
+    gradients: Callable[[], Gradients], exact: Gradients, units: float
+) -> tuple[Comparison, bool]:
+    """Return what rounding errors do, and whether any of them were those of half precision."""
+    found, has_halves = [], False
     for seed in range(REPEATS):
-        with ExtraRounding(units, seed):
+        with ExtraRounding(units, seed) as rounding:
             again = gradients()
         found.append(compared(again, exact))
-    return max(found, key=lambda each: each.error)
+        has_halves |= rounding.has_halves
+    return max(found, key=lambda each: each.error), has_halves
 
 
 def compared(found: Gradients, wanted: Gradients) -> Comparison:

@@ -31,9 +31,6 @@ ALONE = 1.5  # cost of a micro-batch alone, relative to its share of a step, com
 FEW = 3  # micro-batches that are checked together where dropout has to be disabled
 TRIES = 4  # micro-batches to run alone, until one is conclusive
 MOST_SURPRISES = 64  # checks of new functions that need not fit into the time
-# Times what one rounding error per operation does is still rounding: sums have many. In half
-# precision they are added up in float32, and rounded once.
-NOISE, NOISE_HALF = 16.0, 2.0
 
 
 @dataclass(frozen=True)
@@ -41,14 +38,13 @@ class Tolerance:
     """By how much a parameter's gradient may differ."""
 
     relative: float  # of its norm,
-    absolute: float  # plus this much of the whole gradient's norm,
-    noise: float = NOISE  # or this many times what rounding does, if it is known to do more
+    absolute: float  # plus this much of the whole gradient's norm
 
     @classmethod
     def for_(cls, dtypes: set[torch.dtype], rounded: bool) -> Tolerance:
         """Return what the precision of some gradients allows; `rounded`: under autocast."""
         if rounded or dtypes & set(multitensor.HALF):
-            return cls(0.1, 0.05, NOISE_HALF)
+            return cls(0.1, 0.05)
         if dtypes <= {torch.float64, torch.complex128}:
             return cls(1e-8, 1e-12)
         return cls(2e-3, 1e-6)
@@ -87,13 +83,15 @@ class Comparison:
         total, norm = math.hypot(*errors.values()), math.hypot(*norms.values())
         return total / norm if norm else total
 
-    def suspect(self, rounded: bool, noise: Comparison | None = None) -> str | None:
+    def suspect(
+        self, rounded: bool, noise: Comparison | None = None, times: float = 1.0
+    ) -> str | None:
         """Return the parameter that is furthest off, if any is too far off or not finite.
 
         Args:
             rounded: Whether autocast was seen.
-            noise: What rounding does to the same gradients, if they are known to be
-                ill-conditioned.
+            noise: What rounding does to the same gradients, if that may be more.
+            times: How many times that is still rounding.
         """
         tolerance = Tolerance.for_(self._dtypes, rounded)
         errors, norms = self._read()
@@ -106,7 +104,7 @@ class Comparison:
             allowed = tolerance.relative * norms[name] + tolerance.absolute * whole
             if noise is not None:
                 rounding = max(noise.error * norms[name], moved.get(name, 0.0))
-                allowed = max(allowed, tolerance.noise * rounding)
+                allowed = max(allowed, times * rounding)
             if error > allowed and error / (allowed or 1e-300) > worst:
                 worst, suspect = error / (allowed or 1e-300), name
         return suspect
