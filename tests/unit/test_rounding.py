@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from microclip import Clipper, rules
 from microclip.engines.single_pass import engine as single_pass
-from microclip.engines.single_pass.rounding import ExtraRounding
+from microclip.engines.single_pass.rounding import ExtraRounding, compared, rounding_explains
 
 
 class Scaled(torch.autograd.Function):
@@ -111,6 +111,20 @@ def test_a_model_that_changes_from_call_to_call():
     x, y = torch.randn(8, 64), torch.randint(6, (8,))
     with pytest.warns(RuntimeWarning, match="mix examples"):
         clipper.backward(loss_fn, (x, y))
+
+
+@pytest.mark.parametrize(("growth", "is_excused"), [(0.0, True), (1.6, False)])
+def test_what_grows_from_call_to_call_is_no_rounding(growth, is_excused):
+    numbers, calls = 1 + torch.rand(64, generator=torch.Generator().manual_seed(0)), []
+
+    def gradients():
+        calls.append(1)
+        small = numbers * 9000.7 - numbers * 9000  # of which rounding leaves three digits
+        return {"weight": small + 1e-3 * growth ** len(calls) * small}
+
+    difference = compared({"weight": 1.01 * gradients()["weight"]}, gradients())
+    assert difference.suspect(rounded=False) == "weight"
+    assert rounding_explains(difference, gradients, rounded=False) == is_excused
 
 
 def test_ties_that_rounding_breaks_excuse_nothing():

@@ -91,6 +91,8 @@ def rounding_explains(
         if difference.suspect(rounded, noise, NOISE_HALF if has_halves else NOISE) is not None:
             return False
         wider, _ = _most_moved(gradients, exact, WIDER)
+        if compared(gradients(), exact).error > noise.error:
+            return False  # it was the calls that made the difference
     except Exception:  # an operation that cannot stand it: nothing is known
         return False
     return math.isfinite(wider.error) and LINEAR * noise.error <= wider.error
