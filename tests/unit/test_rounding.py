@@ -86,6 +86,30 @@ def test_without_this_it_would_be_suspected(monkeypatch):
     assert warned(clipper, model) == (True, "stream")
 
 
+@pytest.mark.parametrize("mixes", [False, True])
+def test_rounding_leaves_nothing_open_where_no_check_follows(mixes):
+    """Nearly equal pairs: the smallest gradient, by which all others are scaled, is rounding."""
+    torch.manual_seed(0)
+    first, last = nn.Linear(64, 64), nn.Linear(64, 1)
+    x = torch.randn(16, 2, 64)
+    x[::5, 1] = x[::5, 0] * (1 + 1e-6)
+
+    def losses(pairs):
+        hidden = first(pairs.flatten(0, 1)).tanh()
+        if mixes:
+            hidden.register_hook(lambda gradient: gradient / gradient.norm())
+        better, worse = last(hidden).view(-1, 2).unbind(1)
+        return -F.logsigmoid(better - worse)
+
+    clipper = Clipper(nn.ModuleList([first, last]), 1, verify="never")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        outcome = clipper.backward(losses, x)
+    assert outcome.engine == "stream"
+    if not mixes:
+        assert "proves nothing" in clipper.engine_report.reason
+
+
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 @pytest.mark.parametrize("name", ["fused", "auto"])
 def test_a_certain_model_that_mixes(name, rule):

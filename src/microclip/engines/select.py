@@ -47,6 +47,10 @@ Scope = Literal["rank", "world"]
 SCOPES: tuple[str, ...] = get_args(Scope)
 
 # Of a trial.
+UNDECIDED = (
+    "Rounding decides about the gradient of the first batch, so a comparison with it proves "
+    'nothing, and verify="never" rules out later ones.'
+)
 NOT_FINITE = "The first gradients are not finite, so nothing could be compared yet."
 ROUNDS = 3  # the first warms up, the others count
 MORE_ROUNDS = 6  # while the race is close:
@@ -257,7 +261,13 @@ class EngineSelector:
         verifier.listens = True  # the trial is a check itself
         try:
             report = try_out(
-                self.model, self._make, loss_fn, microbatches, record.policy, self.side_effects
+                self.model,
+                self._make,
+                loss_fn,
+                microbatches,
+                record.policy,
+                self.side_effects,
+                is_last=self.verify == "never",
             )
         finally:
             verifier.listens = False
@@ -285,8 +295,19 @@ def try_out(
     microbatches: MicrobatchList,
     policy: Policy,
     side_effects: SideEffects,
+    is_last: bool = False,
 ) -> EngineReport:
-    """Run a batch through the single-pass engine and the reliable one, and compare."""
+    """Run a batch through the single-pass engine and the reliable one, and compare.
+
+    Args:
+        model: The model.
+        make: Makes an engine.
+        loss_fn: Returns the losses.
+        microbatches: The batch.
+        policy: How to clip.
+        side_effects: What a pass changes besides gradients.
+        is_last: Whether no check follows, so that rounding must not leave anything open.
+    """
     from microclip.engines.single_pass.engine import Fused
     from microclip.engines.single_pass.verify import AutocastWatch
 
@@ -314,7 +335,7 @@ def try_out(
 
     try:
         with autocast:
-            return _compare(run, Fused, fallback, before, autocast)
+            return _compare(run, Fused, fallback, before, autocast, is_last)
     except CannotFuseError as error:
         return EngineReport(fallback.name, str(error), refused=not isinstance(error, MeanLossError))
     except torch.OutOfMemoryError:
@@ -331,6 +352,7 @@ def _compare(
     fallback: type[Engine],
     before: Snapshot,
     autocast: AutocastWatch,
+    is_last: bool,
 ) -> EngineReport:
     from microclip.engines.single_pass.rounding import compared, rounding_explains
 
@@ -364,6 +386,8 @@ def _compare(
         return EngineReport(fallback.name, NOT_FINITE)
     if suspect is not None and still:
         is_noise = rounding_explains(comparison, lambda: run(candidate)[0], autocast.seen)
+        if is_noise and is_last:
+            return EngineReport(fallback.name, UNDECIDED, seconds, error)
         suspect = None if is_noise else suspect
     if suspect is not None and not still:
         return EngineReport(
