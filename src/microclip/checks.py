@@ -174,9 +174,10 @@ def check_streams(rule: Rule, engine: str) -> None:
     """Refuse rules and engines that need the examples, where there are only gradients."""
     if engine in ("two_pass", "fused") or not rule.streams:
         raise RuntimeError(
-            f"fold() after your own backward sees gradients once, but {rule!r} with "
-            f"engine={engine!r} needs the examples. Use backward(loss_fn, batch) or "
-            "fold(loss_fn, chunk), or a rule that streams."
+            f"These gradients were computed by a backward pass of their own, but {rule!r} with "
+            f'engine={engine!r} needs the examples. Use engine="stream" or "auto" with a rule that '
+            "streams, or backward(loss_fn, batch) or fold(loss_fn, chunk). In a Trainer, this "
+            "happens to packed batches and to micro-batches of several batches."
         )
 
 
