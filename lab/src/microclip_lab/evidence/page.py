@@ -106,7 +106,8 @@ def _state(records: Records, started: Sequence[Study]) -> list[str]:
     hours = sum(record.seconds for record in records.values()) / 3600
     found = [
         f"All this comes from a plan of {len(STUDIES)} tasks, each committed before its runs, and "
-        f"from [an earlier benchmark](dirty-data.md). {len(over)} of the tasks are finished, after "
+        f"from [an earlier benchmark](dirty-data.md). {len(over) if waiting else 'All'} of these tasks "
+        "are finished, after "
         f"{len(records):,} runs and {hours:.1f} core-hours."
     ]
     if waiting:

@@ -131,7 +131,7 @@ def sweet_spot(records: Records, studies: Sequence[Study]) -> str:
     said = (
         "**The paper's sweet spot**, a clear gain of `MinNorm` at a size above 1 (the better of 4 "
         f"and 16) and a clear harm at b = 1, appears on {len(there)} of the {tried} tasks with bad "
-        "examples on which all sizes were run"
+        "examples on which b = 1 and a larger size were run"
     )
     return f"{said}: {', '.join(there)}." if there else f"{said}."
 
