@@ -106,9 +106,9 @@ def _state(records: Records, started: Sequence[Study]) -> list[str]:
     hours = sum(record.seconds for record in records.values()) / 3600
     found = [
         f"All this comes from a plan of {len(STUDIES)} tasks, each committed before its runs, and "
-        f"from [an earlier benchmark](dirty-data.md). {len(over) if waiting else 'All'} of these tasks "
-        "are finished, after "
-        f"{len(records):,} runs and {hours:.1f} core-hours."
+        "from [an earlier benchmark](dirty-data.md). "
+        f"{len(over) if waiting else 'All'} of these tasks are finished, after {len(records):,} "
+        f"runs and {hours:.1f} core-hours."
     ]
     if waiting:
         found.append(f"Not finished or not run yet: {', '.join(waiting)}.")
