@@ -41,7 +41,7 @@ BY_KIND: tuple[tuple[str, str], ...] = (
     ("From scratch, labels wrong at random", "LossHistory"),
     ("From scratch, some examples garbage (canaries)", "Unit(), b = 4"),
     ("Photos, labeled by people in a hurry", "plain training; find the bad examples"),
-    ("From scratch, short texts labeled by one rater each", "plain training; find the bad examples"),
+    ("From scratch, short texts, one rater each", "plain training; find the bad examples"),
     ("Language model, some texts garbage or misaligned", "LossHistory"),
     ("Speech, some transcripts wrong", "LossHistory"),
     ("Bad examples, but five epochs or fewer", "plain training; find the bad examples"),

@@ -84,7 +84,7 @@ KINDS = (
         ("photos-worse", "photos-random1", "cifar-worse", "cifar-random1"),
     ),
     Kind(
-        "From scratch, short texts labeled by one rater each",
+        "From scratch, short texts, one rater each",
         "noisy",
         ("domains", "vader-rater", "vader-flips", "t5"),
     ),
