@@ -250,8 +250,9 @@ class TestResult:
         few, many = (find_issues(noisy[1], threshold=t) for t in (0.99, 0.1))
         assert 0 < few.flagged_count < many.flagged_count
         assert few.wrong == many.wrong
-        with pytest.raises(ValueError, match="threshold must be above 0 and at most 1, but got 0"):
-            find_issues(noisy[1], threshold=0)
+        for wrong in (0, "0.5", True):
+            with pytest.raises(ValueError, match=f"above 0 and at most 1, but got {wrong!r}"):
+                find_issues(noisy[1], threshold=wrong)
 
     def test_kept_ids(self, noisy, tmp_path):
         found = find_issues(noisy[1])

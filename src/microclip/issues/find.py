@@ -55,8 +55,10 @@ def find_issues(
             sequence whose places are the ids. Labels on record must not differ from them.
         threshold: Flag examples that are wrong with at least this probability.
     """
-    if not 0 < threshold <= 1:
-        raise ValueError(f"threshold must be above 0 and at most 1, but got {threshold!r}.")
+    if isinstance(threshold, bool | str) or not 0 < threshold <= 1:
+        raise ValueError(
+            f"threshold must be a number above 0 and at most 1, but got {threshold!r}."
+        )
     record = open_record(ledger)
     source = Source.open(record)
     _expect_losses(source)
