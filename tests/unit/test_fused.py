@@ -86,6 +86,15 @@ class TestAlgebra:
         """Many rows are multiplied in halves."""
         self.check([self.rows(n=n)])
 
+    @pytest.mark.parametrize(("rest", "is_known"), [(0.1, True), (1e-3, False), (0.0, False)])
+    def test_rows_that_nearly_cancel_have_no_norm(self, rest, is_known):
+        """The first micro-batch has pairs of rows whose gradients differ by `rest`."""
+        rows = self.rows(p=16, q=16)
+        inputs, deltas = rows.inputs.float(), rows.deltas.float()
+        inputs[:2, 1], deltas[:2, 1] = inputs[:2, 0], -deltas[:2, 0] * (1 - rest)
+        found = Rows(inputs, deltas, True).squared_norms(self.groups)
+        assert found.isfinite().tolist() == [is_known, True, True]
+
     def check(self, contributions):
         """Norms, sums, columns and left-out micro-batches, as delivered and as kept."""
         gradients = sum_of([each.materialize(self.groups) for each in contributions])
