@@ -327,3 +327,31 @@ class TestCompany:
         properties.assert_close(gradient(model), wanted, 1e-5)
         with pytest.raises(NotImplementedError, match=r"'0\.bias' in several parts"):
             Clipper(model, 2, engine="two_pass").backward(loss_fn, batch)
+
+
+class NoisyBackward(torch.autograd.Function):
+    """The identity; its gradient is rounded at random, as some low-precision kernels do."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, d):
+        return d * (1 + 0.1 * torch.rand_like(d))
+
+
+def test_a_skipped_microbatch_shifts_no_random_numbers():
+    """The second pass runs its forward pass only; the others must draw what they drew before."""
+    model = nn.Sequential(nn.Linear(4, 16), nn.Dropout(0.5), nn.Linear(16, 1))
+    batch = torch.randn(12, 4, generator=torch.Generator().manual_seed(0))
+    batch[4] = torch.nan
+    found = []
+    for engine in ENGINES:
+        model.zero_grad()
+        torch.manual_seed(1)
+        clipper = Clipper(model, 3, engine=engine, nonfinite="skip")
+        with pytest.warns(RuntimeWarning, match="not finite|skipped"):
+            clipper.backward(lambda x: NoisyBackward.apply(model(x)).square().mean(), batch)
+        found.append(torch.cat([each.flatten() for each in gradient(model)]))
+    torch.testing.assert_close(*found)
