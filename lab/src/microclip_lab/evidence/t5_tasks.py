@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from microclip_lab.dirty_data.task import Data, Part, Task, classification, mislabeled
-from microclip_lab.evidence.wording import percent
+from microclip_lab.evidence.text_tasks import raters_in_words
 from microclip_lab.language import t5, vader
 from microclip_lab.language.encoding import PAD, train_tokenizer
 
@@ -111,9 +111,7 @@ class Answering(nn.Module):
 
 
 def _t5(name: str, by_one: bool, noise: float, flips: float = 0.0) -> Task:
-    said = f"labels by one rater ({percent(noise)} wrong)" if by_one else "labels by all raters"
-    if flips:
-        said = f"labels by one rater, {percent(flips)} of them flipped ({percent(noise)} wrong)"
+    said = raters_in_words(by_one, noise, flips)
     return classification(
         name=name,
         title=f"T5 from scratch on movie reviews, {said}",

@@ -77,10 +77,20 @@ def rater_data(seed: int, by_one: bool, flips: float) -> Data:
     )
 
 
+def raters_in_words(by_one: bool, noise: float, flips: float) -> str:
+    """Say whose labels they are, and how many are wrong.
+
+    >>> raters_in_words(False, 0.0, 0.0), raters_in_words(True, 0.35, 0.25)
+    ('labels by all raters', 'labels by one rater, 25 % of them flipped (35 % wrong)')
+    """
+    if not by_one:
+        return "labels by all raters"
+    flipped = f", {percent(flips)} of them flipped" if flips else ""
+    return f"labels by one rater{flipped} ({percent(noise)} wrong)"
+
+
 def _raters(name: str, by_one: bool, noise: float, flips: float = 0.0) -> Task:
-    said = f"labels by one rater ({percent(noise)} wrong)" if by_one else "labels by all raters"
-    if flips:
-        said = f"labels by one rater, {percent(flips)} of them flipped ({percent(noise)} wrong)"
+    said = raters_in_words(by_one, noise, flips)
     return classification(
         name=name,
         title=f"MiniLM on VADER, {said}",
